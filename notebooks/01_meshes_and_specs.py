@@ -16,19 +16,17 @@
 # %% [markdown]
 # # 1. Meshes, specs, and how values vary
 #
-# A *mesh* gives devices names. A *spec* says which dimension of an array is cut along which name.
-# Everything else in these notebooks is made of these two and of one question: over which axes does
-# a value differ?
+# A *mesh* gives names to devices. A *spec* says which dimension of an array is sharded over which
+# name. These notebooks are built on both, and on one question: over which axes does a value differ?
 #
 # 1. a mesh
 # 2. specs: who has which block
 # 3. three kinds of axes: auto, explicit, manual
 # 4. inside `jax.shard_map`: local shapes, and values that vary
 # 5. an axis that stays with the compiler
-# 6. looking at a sharding, and changing it
+# 6. inspecting and changing a sharding
 #
-# Everything runs on eight CPU devices in one process; a laptop will do. Claims are followed by
-# `assert`, so the text cannot drift away from the code.
+# Everything runs on eight CPU devices in one process. An `assert` checks each claim.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -50,8 +48,8 @@ import jaxpar
 # %% [markdown]
 # ## 1. A mesh
 #
-# Eight devices as two rows of four. The names are yours; these are the usual ones: `dp` for data
-# parallel, `tp` for tensor parallel. A size of -1 takes what the others leave.
+# The mesh has eight devices in two rows of four. You choose the names. Usual ones are `dp` for data
+# parallelism and `tp` for tensor parallelism. A size of -1 takes the remaining devices.
 
 # %%
 mesh = jaxpar.make_mesh("dp=2,tp=-1")
@@ -60,14 +58,14 @@ print(np.vectorize(lambda device: device.id)(mesh.devices))
 assert dict(mesh.shape) == {"dp": 2, "tp": 4}
 
 # %% [markdown]
-# On TPUs `make_mesh` does more than to number devices: it lays axes along the links of the slice,
-# the last axis first. Put the axis with the most traffic last.
+# On TPU, `make_mesh` also lays the axes along the links of the slice, the last axis first. Put the
+# axis with the most traffic last.
 #
 # ## 2. Specs: who has which block
 #
-# `P("dp", "tp")` cuts rows over `dp` and columns over `tp`. A dimension that is not named stays
-# whole; an axis that is not named holds copies. Several axes may cut one dimension, and their order
-# counts. One function draws it: each rectangle is a block, with the devices that hold it.
+# `P("dp", "tp")` shards rows over `dp` and columns over `tp`. A dimension without a name is not
+# sharded. An axis that the spec does not name holds copies. Several axes may shard one dimension,
+# and their order matters. In the pictures each rectangle is a block, with the devices that hold it.
 
 # %%
 PALETTE = plt.get_cmap("Set2").colors
@@ -76,7 +74,7 @@ ROWS, COLUMNS = 8, 16
 
 def draw(panel, spec):
     sharding = NamedSharding(mesh, spec)
-    holders = {}  # of each block
+    holders = {}  # devices that hold each block
     for device, place in sharding.devices_indices_map((ROWS, COLUMNS)).items():
         (top, bottom), (left, right) = (
             part.indices(size)[:2] for part, size in zip(place, (ROWS, COLUMNS), strict=True)
@@ -102,18 +100,19 @@ plt.show()
 assert [len(blocks) for blocks in holders] == [8, 2, 4, 8, 8, 1]
 
 # %% [markdown]
-# `P(("dp", "tp"))` and `P(("tp", "dp"))` both cut rows into eight, and give device 1 different
-# rows. Shapes are the same, so a program that mixes the two runs, and is wrong.
+# `P(("dp", "tp"))` and `P(("tp", "dp"))` both shard rows over eight devices, but device 1 gets
+# different rows. The shapes are equal. A program that mixes the two specs runs and gives wrong
+# results.
 #
 # ## 3. Three kinds of axes
 #
 # Who decides where an intermediate result lies?
 #
-# - **auto**: the compiler. You place the arguments, and it inserts collectives as it likes.
-# - **explicit**: the types. Each array's type has its sharding, and an operation whose result could
-#   lie in two ways is an error that asks you.
-# - **manual**: you. Inside `jax.shard_map` an array is the device's own block, and nothing travels
-#   unless you write it.
+# - **auto**: the compiler. You place the arguments, and the compiler inserts collectives.
+# - **explicit**: the types. Each array's type has its sharding. If a result could lie in two ways,
+#   JAX raises an error and you choose.
+# - **manual**: you. Inside `jax.shard_map` an array is the local block. Nothing travels unless you
+#   write a collective.
 
 # %%
 x = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
@@ -129,21 +128,21 @@ with jax.set_mesh(explicit):
     print("explicit:", jax.typeof(on_explicit))
     try:
         on_explicit @ weight
-    except Exception as error:  # of a type that JAX does not export
+    except Exception as error:  # JAX does not export the type
         print(f"         {type(error).__name__}: {str(error)[:95]}...")
     y = jnp.einsum("mk,kn->mn", on_explicit, weight, out_sharding=P("dp"))
     print("         with out_sharding:", jax.typeof(y))
 np.testing.assert_allclose(y, x @ w)
 
 # %% [markdown]
-# The contracted dimension is cut over `tp`, so that each device has a partial sum. Its sum could be
-# kept by all (an all-reduce) or scattered (a reduce-scatter); `out_sharding` says which.
+# The contracted dimension is sharded over `tp`, so each device has a partial sum. The total can go
+# to all devices (an all-reduce) or be scattered (a reduce-scatter). `out_sharding` chooses.
 #
 # ## 4. Inside `jax.shard_map`
 #
-# The same matmul by hand. A function of local blocks, `in_specs` that cut the arguments,
-# `out_specs` that put results together. Shapes inside are those of a block: 8 x 16 over 2 x 4
-# devices is 4 x 4.
+# This is the same matmul by hand. The function takes local blocks. `in_specs` split the arguments,
+# and `out_specs` join the results. Shapes inside are those of a block: 8 x 16 over 2 x 4 devices is
+# 4 x 4.
 
 
 # %%
@@ -163,12 +162,12 @@ matmul = jax.shard_map(
 np.testing.assert_allclose(jax.jit(matmul)(x, w), x @ w)
 
 # %% [markdown]
-# Behind each shape stands over which axes the value *varies*: `{V:(dp,tp)}` differs between all
-# devices, `{V:tp}` only along `tp`. The product varies over everything that an operand varies over;
-# `psum` makes one value for all of `tp`, and `tp` is gone from the type. `out_specs=P("dp")` says
-# that the result is the same along `tp`, and JAX knows that it is.
+# After each shape the type shows the axes over which the value *varies*. `{V:(dp,tp)}` differs
+# between all devices, and `{V:tp}` differs only along `tp`. A product varies over every axis of its
+# operands. `psum` makes one value for all of `tp`, so `tp` leaves the type. `out_specs=P("dp")`
+# says that the result is equal along `tp`, and JAX checks this.
 #
-# Forget the sum, and the types say so before anything runs:
+# Without the sum, the types raise an error before anything runs:
 
 # %%
 forgotten = jax.shard_map(
@@ -182,8 +181,8 @@ print("\n".join(caught.splitlines()[4:5]))
 assert "replicated across mesh axis 'tp'" in caught
 
 # %% [markdown]
-# The message ends by offering `check_vma=False`. That turns the types off, and the forgotten sum
-# gives a wrong number: what device 0 of each row happens to have.
+# The message ends with a suggestion: `check_vma=False`. That turns the check off. The forgotten sum
+# then gives a wrong number: the partial sum of the first device in each row.
 
 # %%
 unchecked = jax.shard_map(
@@ -198,9 +197,9 @@ print("right:", (x @ w)[0, 0], " unchecked:", wrong[0, 0])
 assert not np.allclose(wrong, x @ w)
 
 # %% [markdown]
-# Types also carry gradients. A replicated weight that meets a varying value is varied first
-# (`lax.pcast`, which JAX inserts), and the derivative of that is a `psum`: its gradient is summed
-# over the devices that used it. Nothing to write, and nothing to forget:
+# Types also give the right gradients. If a replicated weight meets a varying value, JAX inserts
+# `lax.pcast`, which makes the weight varying. The derivative of `lax.pcast` is a `psum`. So the
+# weight's gradient is summed over the devices that used it, without any code of yours:
 
 # %%
 scale = jnp.float32(3)
@@ -218,10 +217,10 @@ assert gradient == x.sum()
 # %% [markdown]
 # ## 5. An axis that stays with the compiler
 #
-# `axis_names` makes some axes manual, and leaves the others as they were. Here `tp` is ours, and
-# rows are cut over `dp` by whoever owns that axis: local shapes have all eight rows. The function
-# is a matmul and a `psum_scatter` of its partial sums over columns in one, of which
-# [notebook 4](04_overlapped_matmuls.ipynb) has more.
+# `axis_names` makes some axes manual and leaves the others unchanged. Here `tp` is manual, and the
+# compiler shards rows over `dp`. Local shapes therefore have all eight rows. The function combines
+# a matmul with a `psum_scatter` of its partial sums over columns ([notebook
+# 4](04_overlapped_matmuls.ipynb)).
 
 
 # %%
@@ -243,12 +242,13 @@ np.testing.assert_allclose(result, x @ w)
 print("tp by hand, dp by the compiler:", result.sharding.spec)
 
 # %% [markdown]
-# ## 6. Looking at a sharding, and changing it
+# ## 6. Inspecting and changing a sharding
 #
-# `jax.set_mesh` names the mesh once. Specs alone are enough then. `x.sharding` says how a global
-# array is cut, and `x.addressable_shards` has the blocks (`jax.debug.visualize_array_sharding`
-# draws them). `jax.sharding.reshard` moves an array to another spec; here each device sends most of
-# its columns to its neighbours of `tp`, and receives rows.
+# `jax.set_mesh` sets the mesh once, so specs alone are enough. `x.sharding` shows how a global
+# array is sharded. `x.addressable_shards` holds the blocks, and
+# `jax.debug.visualize_array_sharding` draws them. `jax.sharding.reshard` moves an array to another
+# spec. Here each device sends most of its columns to the other devices along `tp` and receives
+# rows.
 
 # %%
 with jax.set_mesh(explicit):
@@ -261,13 +261,14 @@ for array in (rows, columns):
 np.testing.assert_array_equal(rows, columns)
 
 # %% [markdown]
-# Inside `jax.shard_map` there is no `reshard`: you write the collective, `lax.all_to_all` here.
+# Inside `jax.shard_map` there is no `reshard`. You write the collective, here `lax.all_to_all`.
 #
 # ## In short
 #
-# - A mesh names devices, a spec names what cuts a dimension; the order of several axes counts.
+# - A mesh names devices, and a spec names the axes that shard each dimension. The order of several
+#   axes matters.
 # - Auto: the compiler decides. Explicit: types decide, and ask. Manual: you decide.
-# - Inside `jax.shard_map`, look at `{V:...}`: what differs between devices, and what may therefore
-#   leave through which `out_specs`. Leave `check_vma` on.
+# - Inside `jax.shard_map`, look at `{V:...}`. It shows which axes a value differs over, and so
+#   which `out_specs` it can leave through. Leave `check_vma` on.
 #
-# Next: [collectives, and what they cost](02_collectives.ipynb).
+# Next: [collectives and their cost](02_collectives.ipynb).

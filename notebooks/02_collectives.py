@@ -14,17 +14,17 @@
 # ---
 
 # %% [markdown]
-# # 2. Collectives, and what they cost
+# # 2. Collectives and their cost
 #
-# Inside `jax.shard_map` nothing travels unless you write it. These are the words for it:
+# Inside `jax.shard_map` nothing travels unless you write a collective. This notebook shows:
 #
-# 1. who has what before and after each collective
-# 2. how many bytes a device sends
-# 3. each one's derivative
-# 4. the dense all-to-all: from a shard of the sequence to a shard of the heads
+# 1. each collective: the data before and after it
+# 2. the bytes that a device sends
+# 3. the derivative of each collective
+# 4. the dense all-to-all: from a sharded sequence to sharded heads
 # 5. when a transfer can hide behind a matmul
 #
-# Eight CPU devices; bytes are those of any machine.
+# The notebook uses eight CPU devices. The bytes are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -48,10 +48,10 @@ mesh = jaxpar.make_mesh("x=8")
 N = 8
 
 # %% [markdown]
-# ## 1. Who has what
+# ## 1. Before and after each collective
 #
-# Four devices make a readable picture. Each has a column of four blocks, numbered by the device and
-# the place. Colours are those of the device that had a block; grey is a sum.
+# The pictures use four devices. Each device is a column with up to four numbered blocks. The colour
+# shows which device had the block before. Grey is a sum.
 
 # %%
 four = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
@@ -72,7 +72,7 @@ def scatter(x):
 
 
 def reduce(x):
-    return lax.pcast(lax.psum(x, "x"), "x", to="varying")  # the same everywhere, shown by each
+    return lax.pcast(lax.psum(x, "x"), "x", to="varying")  # the same value on all devices
 
 
 def exchange(x):
@@ -122,12 +122,12 @@ np.testing.assert_array_equal(run(scatter, all_four)[:, 0], all_four.sum(axis=0)
 np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
 
 # %% [markdown]
-# An all-to-all is a transpose of devices and blocks. An all-reduce is a reduce-scatter and then an
-# all-gather, which is how it is done, and why it costs both.
+# An all-to-all transposes devices and blocks. An all-reduce is a reduce-scatter followed by an
+# all-gather, so it costs both.
 #
-# ## 2. How many bytes a device sends
+# ## 2. The bytes that a device sends
 #
-# Of `n` devices and a whole of `B` bytes, the best ring algorithm sends from each device
+# With `n` devices and a full array of `B` bytes, the best ring algorithm sends from each device:
 #
 # | collective | a device has | a device gets | sends |
 # |---|---|---|---|
@@ -137,8 +137,8 @@ np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
 # | all-to-all | B/n | B/n | B/n (n-1)/n |
 # | permute | B/n | B/n | B/n |
 #
-# `count_collectives` reads the same from any program, without compiling it, with what the
-# derivative sends and what is kept for it.
+# `count_collectives` reads the same numbers from any program, without compiling it. It also counts
+# what the derivative sends and which bytes are saved for it.
 
 # %%
 B = 8 * 1024 * 4  # bytes
@@ -168,9 +168,10 @@ for name, (local, x, out) in PROGRAMS.items():
 # %% [markdown]
 # ## 3. Derivatives
 #
-# A gather's derivative is a reduce-scatter, and the reverse: what was copied to all gets its
-# gradient summed from all. An all-to-all goes back where it came from, and so does a shift. A sum
-# over devices gives everyone the same, and its derivative is a copy, which sends nothing:
+# The derivative of a gather is a reduce-scatter, and the reverse. A value copied to all devices
+# receives the sum of their gradients. The derivative of an all-to-all or a shift is the reverse
+# transfer. A sum over devices gives all of them the same value. Its derivative is a copy, which
+# sends nothing:
 
 # %%
 for name, counts in counted.items():
@@ -180,10 +181,11 @@ assert counted["reduce-scatter"].backward == {"all_gather": 1}
 assert counted["all-reduce"].backward == {}
 
 # %% [markdown]
-# That last line holds because types say that the sum is one value (`check_vma=True`). A gathered
-# array, on the other hand, is typed as varying, and cannot leave through `out_specs=P()`. Where
-# each device goes on with the whole, `jaxpar.layers.gather_region` gathers and types the result as
-# replicated: its derivative keeps the device's own block, and sends nothing either.
+# The all-reduce sends nothing backward because its type says that the sum is one value
+# (`check_vma=True`). A gathered array is typed as varying, so it cannot leave through
+# `out_specs=P()`. `jaxpar.layers.gather_region` gathers and types the result as replicated. Its
+# derivative takes the local block and sends nothing. Use it if every device continues with the full
+# array.
 
 # %%
 whole_everywhere = jax.shard_map(
@@ -196,9 +198,9 @@ assert counts.backward_bytes == 0
 # %% [markdown]
 # ## 4. A dense all-to-all at work
 #
-# A sequence is sharded over devices, and attention wants whole sequences, if only of some heads. An
-# all-to-all turns one sharding into the other for the price of a single block, where a gather would
-# send seven: cut the heads, join the positions.
+# A sequence is sharded over devices. Attention needs full sequences, but only of some heads. An
+# all-to-all splits the heads and joins the positions. It sends less than one block. A gather would
+# send seven.
 
 
 # %%
@@ -206,7 +208,7 @@ def heads_for_positions(x):  # x: f32[s/8, heads, e]
     return lax.all_to_all(x, "x", split_axis=1, concat_axis=0, tiled=True)  # f32[s, heads/8, e]
 
 
-def positions_for_heads(x):  # the way back
+def positions_for_heads(x):  # the reverse
     return lax.all_to_all(x, "x", split_axis=0, concat_axis=1, tiled=True)
 
 
@@ -227,21 +229,20 @@ print(f"{dict(counts.forward)}, {counts.forward_bytes} bytes; gathering k and v:
 assert counts.forward_bytes == 4 * 7 / 8 * block
 
 # %% [markdown]
-# It needs as many heads as devices. Where there are fewer, or the whole sequence does not fit on
-# a device, there is [ring attention](11_ring_attention.ipynb). And where the number of rows for
-# each device is known at run time only, as with experts, the exchange is ragged
-# ([experts](09_expert_dispatch.ipynb)).
+# The all-to-all needs at least as many heads as devices. With fewer heads, or if the full sequence
+# does not fit on a device, use [ring attention](11_ring_attention.ipynb). If the number of rows per
+# device is known only at run time, the exchange is ragged ([experts](09_expert_dispatch.ipynb)).
 #
 # ## 5. When can a transfer hide?
 #
-# An all-gather matmul, `f[m, k]` sharded by rows and a local `f[k, n/8]`: a device sends (and
-# receives) `(n-1)/n` of `m k` numbers and computes `2 m k n_local` FLOPs. Time to send and time to
-# compute both grow with `m k`, so that their ratio does not depend on either:
+# Take an all-gather matmul with `f[m, k]` sharded by rows and a local `f[k, n/8]`. A device sends
+# (and receives) `(n-1)/n` of `m k` numbers. It computes `2 m k n_local` FLOPs. Both times grow with
+# `m k`, so their ratio depends on neither `m` nor `k`:
 #
 # $$\frac{\text{compute}}{\text{send}} = \frac{2\, n_\text{local} / F}{2\, \text{bytes} / W}$$
 #
-# with `F` FLOP/s and `W` bytes/s over all links of the ring. So what decides is the number of
-# *local columns* against the chip's FLOPs per byte.
+# with `F` FLOP/s and `W` bytes/s over all links of the ring. The number of *local columns* decides,
+# compared with the chip's FLOPs per byte.
 
 # %%
 figure, panel = plt.subplots(figsize=(5.6, 3))
@@ -261,16 +262,16 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Above the dotted line a transfer *can* be hidden completely; whether it is depends on the program.
-# A gather in front of the matmul never is: the matmul waits for its operand. How to take it apart
-# is the subject of [overlapped matmuls](04_overlapped_matmuls.ipynb).
+# Above the dotted line a transfer *can* be hidden completely. The program decides whether it is. A
+# gather before a matmul is never hidden, because the matmul waits for its operand. [Overlapped
+# matmuls](04_overlapped_matmuls.ipynb) shows how to split it.
 #
 # ## In short
 #
-# - A gather and a reduce-scatter send (n-1)/n of the whole, an all-reduce both, an all-to-all an
-#   n-th of one.
+# - A gather and a reduce-scatter each send (n-1)/n of the full array. An all-reduce sends both. An
+#   all-to-all sends an n-th of a gather.
 # - Gather and reduce-scatter are each other's derivative.
 # - Count before you measure: `count_collectives(fn, *args)`.
-# - Local columns against FLOPs per byte say what can be hidden.
+# - Compare local columns with FLOPs per byte to see which transfers can hide.
 #
 # Next: [a ring over several axes](03_ring_shift.ipynb).

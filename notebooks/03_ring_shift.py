@@ -14,17 +14,17 @@
 # ---
 
 # %% [markdown]
-# # 3. A ring shift, over one axis and over several
+# # 3. A ring shift over one axis and over several
 #
-# Every overlapped collective here is made of one move: each device hands its block to the next.
-# What "the next" is, is less obvious than it looks.
+# Every overlapped collective here consists of one operation: each device sends its block to the
+# next device of a ring. Which device is "next" depends on the axes.
 #
-# 1. `ring_shift`, on one axis
-# 2. collectives out of it
-# 3. several axes, and why their order matters
-# 4. how many links a step takes
+# 1. `ring_shift` on one axis
+# 2. collectives from shifts
+# 3. several axes and their order
+# 4. links per step
 #
-# Eight CPU devices; bytes and orders are those of any machine.
+# The notebook uses eight CPU devices. Bytes and orders are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -49,8 +49,8 @@ PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
 # %% [markdown]
 # ## 1. One axis
 #
-# `ring_shift(x, axis, offset=1)` gives device `i` what device `i - offset` held. Send each block's
-# *number*, and see who holds what after each step. Colours are blocks.
+# `ring_shift(x, axis, offset=1)` gives device `i` the block of device `i - offset`. Below, each
+# device sends its block's *number*, and the picture shows who holds which. Colours are blocks.
 
 
 # %%
@@ -81,12 +81,11 @@ for step in range(8):
     assert shifted(step).tolist() == [(i - step) % 8 for i in range(8)]
 
 # %% [markdown]
-# After `s` shifts device `i` holds block `(i - s) % 8`. That one formula is most of what a ring
-# algorithm has to get right.
+# After `s` shifts device `i` holds block `(i - s) % 8`. This formula is most of a ring algorithm.
 #
-# ## 2. Collectives out of shifts
+# ## 2. Collectives from shifts
 #
-# An all-gather is seven shifts and a place for each block:
+# An all-gather is seven shifts, with a place in the result for each block:
 
 
 # %%
@@ -101,8 +100,8 @@ def gather(x):  # x: f32[m/8, k]
 
 
 # %% [markdown]
-# and a reduce-scatter is sums on their way to their owner. A sum that moves by +1 and has to end at
-# its owner starts at the device behind it.
+# In a reduce-scatter, sums travel towards their owner. A sum that moves by +1 starts at the device
+# after its owner.
 
 
 # %%
@@ -136,15 +135,15 @@ compare(gather, lambda x: lax.all_gather(x, "x", tiled=True))
 compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 
 # %% [markdown]
-# The same bytes as `lax`. What is won is that there are seven places to put work in between.
-# jaxpar has these as `all_gather`, `reduce_scatter` and `all_reduce`: one way or
-# both ways, over any axes, with derivatives that keep nothing.
+# Both send the same bytes as `lax`. The gain is seven places for other work between the shifts.
+# jaxpar provides them as `all_gather`, `reduce_scatter` and `all_reduce`. They run in one direction
+# or in both, over any axes. Their derivatives save nothing for the backward pass.
 #
-# ## 3. Several axes, and why their order matters
+# ## 3. Several axes and their order
 #
-# A ring may run over more than one mesh axis: gather over `("x", "y")`, say, all 2 x 4 devices.
-# A tuple of axes has an order, the first one being the major, and it decides which device is
-# number 0, 1, 2, ... of the ring.
+# A ring may run over several mesh axes. For example, a gather over `("x", "y")` uses all 2 x 4
+# devices. The order of the tuple decides the devices' numbers in the ring. The first axis is the
+# major one.
 
 # %%
 grid = jaxpar.make_mesh("x=2,y=4")
@@ -168,9 +167,9 @@ for axes in ORDERS:
     assert index.reshape(-1)[order].tolist() == list(range(8))
 
 # %% [markdown]
-# `axis_index` says which number a place has; `ring_order` is its inverse, which place a number has,
-# counting places row by row. On the grid, the two rings walk like this (dotted: from number 7
-# back to 0):
+# `axis_index` gives the number of each place. `ring_order` is the inverse: it gives the place of
+# each number, where places count row by row. The pictures show both rings on the grid. A dotted
+# arrow leads from number 7 back to 0.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(7, 2))
@@ -191,9 +190,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `ring_shift` follows the tuple, and so does everything built on it: number `i` receives from
-# number `i - 1`. `lax.ppermute`, given the tuple and the pairs `(p, p + 1)`, does not: up to
-# jax 0.11.0 it counts in the order of the *mesh* and says nothing; later versions refuse.
+# `ring_shift` follows the order of the tuple, and so does everything built on it: number `i`
+# receives from number `i - 1`. `lax.ppermute` with the tuple and the pairs `(p, p + 1)` does not.
+# Up to jax 0.11.0 it silently counts in the order of the *mesh*. Later versions raise an error.
 
 # %% tags=["varies"]
 axes = ("y", "x")
@@ -212,10 +211,12 @@ except (RuntimeError, ValueError) as error:
     print(f"ppermute, jax {jax.__version__}: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 # %% [markdown]
-# So the first rule: **the order in the collective is the order in the spec**. Lay `x` out as
-# `P(("y", "x"))` and gather over `("y", "x")`. If they disagree no one complains: all shapes fit,
-# and the rows come out shuffled. (A gathered result is equal on all devices, but JAX types what
-# came around a ring as varying and would refuse `out_specs=P()`: stack the copies and look at one.)
+# The first rule is: **the order in the collective is the order in the spec**. Shard `x` as `P(("y",
+# "x"))` and gather over `("y", "x")`. If the orders differ, nothing raises: all shapes fit, and the
+# rows are shuffled.
+#
+# A gathered result is equal on all devices, but JAX types the result of a ring as varying. It would
+# refuse `out_specs=P()`. The code stacks the copies and looks at one.
 
 
 # %%
@@ -229,7 +230,7 @@ def gather_over(axes, layout):
         return y[None]  # f32[1, m, n]
 
     program = jax.shard_map(local, mesh=grid, in_specs=(P(layout), P()), out_specs=P(layout))
-    return jax.jit(program)(x, w)[0]  # what the first device has
+    return jax.jit(program)(x, w)[0]  # the first device's copy
 
 
 for axes in ORDERS:
@@ -241,11 +242,11 @@ np.testing.assert_allclose(shuffled, blocks.reshape(m, n), rtol=1e-4, atol=1e-4)
 assert not np.allclose(shuffled, x @ w)
 
 # %% [markdown]
-# ## 4. How many links a step takes
+# ## 4. Links per step
 #
-# The second rule is about time. A step of the ring ends when its slowest transfer does, and
-# a transfer to a chip that is not a neighbour occupies every link on its way. Suppose the mesh lies
-# on 2 x 4 chips just as drawn, without wrap-around links, and count links:
+# The second rule is about time. A step of the ring ends with its slowest transfer. A transfer to a
+# distant chip occupies every link on its path. Assume 2 x 4 chips as drawn, without wrap-around
+# links, and count the links of each transfer:
 
 
 # %%
@@ -262,11 +263,13 @@ print("out and back", links(snake))
 assert links(snake).max() == 1 < links(jaxpar.ring_order(grid, ("y", "x"))).max()
 
 # %% [markdown]
-# Neither order is a chain of neighbours, though one exists: out along one row and back along the
-# other. On TPU `jaxpar.ring_hops(mesh, axes)` does this count with the chips' coordinates and the
-# wrap-around links that they really have. Look at it before you trust a ring over several axes, and
-# hand `make_mesh` or `jax.sharding.Mesh` another order of devices if you do not like what you see.
-# CPU devices and GPUs behind a switch have no coordinates: everything is one hop.
+# Neither order connects only neighbours. Another order does: along one row, and back along the
+# other.
+#
+# On TPU, `jaxpar.ring_hops(mesh, axes)` counts with the chips' real coordinates and wrap-around
+# links. Check it before you use a ring over several axes. If it shows long hops, give `make_mesh`
+# or `jax.sharding.Mesh` another order of devices. CPU devices, and GPUs behind a switch, have no
+# coordinates, so every transfer counts as one hop.
 
 # %%
 print(jaxpar.ring_hops(grid, ("y", "x")))
@@ -275,8 +278,8 @@ assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
 # %% [markdown]
 # ## In short
 #
-# - `ring_shift` counts in the order of the axes that it is given, on every version of JAX.
+# - `ring_shift` counts in the order of the axes that you give it, on every version of JAX.
 # - The order in the collective is the order in the spec.
-# - Look at `ring_hops` before trusting a ring over several axes.
+# - Check `ring_hops` before you use a ring over several axes.
 #
 # Next: [overlapped matmuls](04_overlapped_matmuls.ipynb).

@@ -16,21 +16,19 @@
 # %% [markdown]
 # # 4. Overlapped matmuls
 #
-# You write `jax.shard_map` by hand because you want to know what your program sends, and when.
-# This notebook starts at the two lines everybody writes first, an `all_gather` and a matmul, and
-# takes them apart until the transfer runs beside the arithmetic instead of before it:
+# An all-gather followed by a matmul takes two lines. The matmul waits for the whole transfer. This
+# notebook takes the two lines apart until the transfer overlaps with the arithmetic:
 #
 # 1. gather, then multiply
-# 2. the ring, one way
-# 3. the ring, both ways
+# 2. the ring in one direction
+# 3. the ring in both directions
 # 4. the mirror image: multiply, then reduce-scatter
-# 5. gradients, and what is kept for them
-# 6. the timelines that a compiler makes of it
+# 5. gradients, and the values saved for them
+# 6. predicted timelines
 #
-# Everything runs on eight CPU devices in one process. They share the same few cores, so **nothing
-# is hidden here and nothing below is a speed measurement**. What a laptop can show exactly is the
-# program: which blocks are sent, how many bytes, in which order, how much memory it holds, and what
-# the compiler of a chip that is not here would make of it.
+# Everything runs on eight CPU devices in one process, which share a few cores. **Nothing overlaps
+# here, and nothing below measures speed.** The program itself is exact: which blocks are sent, how
+# many bytes, in which order, and how much memory they need.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -55,8 +53,9 @@ from jaxpar.testing import count_collectives
 # %% [markdown]
 # ## 1. Gather, then multiply
 #
-# The first half of a tensor-parallel MLP. The activations `x` are sharded by rows, the weight `w`
-# by columns, both over the mesh axis `tp`. Each device needs *all* rows for *its* columns.
+# This is the first half of a tensor-parallel MLP. The activations `x` are sharded by rows and the
+# weight `w` by columns. Both are sharded over the mesh axis `tp`. Each device needs *all* rows for
+# *its* columns.
 
 # %%
 mesh = jaxpar.make_mesh("tp=8")
@@ -83,9 +82,9 @@ def by_columns(fn):
 np.testing.assert_allclose(by_columns(naive)(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# Two questions come up all the time, so let us make them cheap to ask. *How often and how many
-# bytes* is `count_collectives`: it reads the jaxpr, forward and backward, and compiles nothing.
-# Of the bytes, those of XLA's own collectives are what the best ring algorithm would send.
+# `count_collectives` counts collectives and the bytes that one device sends. It reads the jaxpr,
+# forward and backward, and compiles nothing. For XLA's own collectives it assumes the best ring
+# algorithm.
 
 # %%
 X_BLOCK = x.nbytes // 8  # one device's rows of x
@@ -97,9 +96,9 @@ assert counts.forward == {"all_gather": 1}
 assert counts.forward_bytes == 7 * X_BLOCK
 
 # %% [markdown]
-# *In which order* is a walk over the jaxpr that prints one mark for each thing we care about:
-# `G` an all-gather, `S` a reduce-scatter, `#` a matmul, `>` and `<` a block that leaves for the
-# next or for the previous device.
+# `written` shows the *order*. It walks over the jaxpr and prints one mark per operation: `G` an
+# all-gather, `S` a reduce-scatter, `#` a matmul. `>` is a block sent to the next device, `<` a
+# block sent to the previous one.
 
 
 # %%
@@ -129,9 +128,8 @@ print(written(by_columns(naive), x, w)[0])
 assert written(by_columns(naive), x, w)[0] == "G #"
 
 # %% [markdown]
-# `G #`: the matmul needs its whole operand, so it waits for the last byte. While the links work,
-# the matrix unit idles; then the links idle. The gathered `x` also has to live somewhere: eight
-# times the memory of the shard, and the compiler tells us so.
+# `G #`: the matmul needs all of its operand, so it waits for the last byte. First the matrix unit
+# is idle, then the links are. The gathered `x` also takes eight times the memory of the shard:
 
 # %%
 BIG = (jax.ShapeDtypeStruct((2048, 2048), jnp.float32),) * 2  # compiled, never run
@@ -148,18 +146,18 @@ print(f"naive: {memory['naive']:.1f} MiB, of a shard of {2048 * 2048 * 4 / 8 / M
 assert memory["naive"] >= 16  # all of x, on every device
 
 # %% [markdown]
-# ## 2. The ring, one way
+# ## 2. The ring in one direction
 #
-# The matmul does not need all of `x` at once. Rows of the result depend on the same rows of `x`
-# only:
+# The matmul does not need all of `x` at once. Rows of the result depend only on the same rows of
+# `x`:
 #
 # $$y = \begin{pmatrix} x_0 \\ \vdots \\ x_7 \end{pmatrix} w
 #     = \begin{pmatrix} x_0 w \\ \vdots \\ x_7 w \end{pmatrix}$$
 #
-# so a device can multiply whichever block it has while the next one is on its way. Arrange the
-# devices in a ring and let every block visit all of them.
+# A device can therefore multiply the block that it holds while the next block travels. Arrange the
+# devices in a ring and send every block past all of them.
 #
-# One primitive moves a block: `ring_shift(x, axis)` gives device `i` what device `i - 1` held.
+# One primitive moves a block: `ring_shift(x, axis)` gives device `i` the block of device `i - 1`.
 
 
 # %%
@@ -177,8 +175,8 @@ print(arrival(NUMBERS))
 assert arrival(NUMBERS).tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
 
 # %% [markdown]
-# Shift it seven times and everybody has seen everything. Instead of block contents, let us send
-# each block's *number* and write down who holds what. Colours are blocks.
+# After seven shifts every device has received every block. Below, each device sends its block's
+# *number* instead of the contents. Colours are blocks.
 
 
 # %%
@@ -215,10 +213,9 @@ for step, (row,) in enumerate(one_way):
     assert row.tolist() == [(i - step) % 8 for i in range(8)]
 
 # %% [markdown]
-# Read a colour down its diagonal to follow a block; read a column to see a device's work. In step
-# `s` device `i` holds block `(i - s) % 8`. That one formula is most of the program. Write it
-# wrong and shapes still match, which is why there is
-# [a notebook on testing](16_testing.ipynb).
+# A diagonal follows one block. A column shows one device's work. In step `s` device `i` holds block
+# `(i - s) % 8`. A wrong formula still gives the right shapes, so a ring needs tests: see [the
+# notebook on testing](16_testing.ipynb).
 
 
 # %%
@@ -241,23 +238,24 @@ order, sent = written(by_columns(hand_ring), x, w)
 print(order)
 print(sent)
 assert order == "> # > # > # > # > # > # > # #"
-assert sent == {">": 7 * X_BLOCK}  # to the byte what the all-gather sent
+assert sent == {">": 7 * X_BLOCK}  # exactly the all-gather's bytes
 
 # %% [markdown]
-# Seven sends, each written in front of the matmul that it can hide behind. A send and the matmul
-# next to it do not depend on each other: both read the block at hand. That is what allows overlap.
+# There are seven sends, each written before the matmul that can hide it. A send and the next matmul
+# both read the current block. Neither depends on the other, so they *can* overlap.
 #
-# *Allows*. A compiler honours dependencies, not the order of your lines. Left alone, XLA for TPU
-# has started three sends in a row before any matmul, and XLA for GPU has merged the small matmuls
-# back into two large ones. To pin a step together, tie both of its results into one knot:
+# The compiler need not overlap them. It follows dependencies, not the order of your lines. XLA for
+# TPU has started three sends in a row before any matmul. XLA for GPU has merged the small matmuls
+# into two large ones. A barrier keeps a step together:
 #
 # ```python
 # coming, part = lax.optimization_barrier((coming, part))
 # ```
 #
-# Nothing that uses either can now start before both are there. jaxpar's rings have such a knot in
-# every step. From here on let the library do the writing. `mode` says which ring; by default it is
-# `"auto"`, which asks a roofline model of the chip and, on CPU, rightly answers `"naive"`.
+# Nothing that uses either result can start before both are ready. jaxpar's rings have such a
+# barrier in every step. From here on, the library writes the ring. `mode` chooses the algorithm.
+# The default `"auto"` asks a roofline model of the chip. On CPU it answers `"naive"`: gather, then
+# multiply.
 
 
 # %%
@@ -273,10 +271,12 @@ assert written(with_mode("unidirectional"), x, w) == written(by_columns(hand_rin
 assert written(with_mode("auto"), x, w) == written(with_mode("naive"), x, w)
 
 # %% [markdown]
-# Two forms you will meet soon. With several weights, one trip of the blocks feeds them all
-# (query, key and value; gate and up). And when the *weight* is the sharded operand, as in FSDP,
-# gather that one; sharded over the contracting dimension, its blocks meet column slices of `x`
-# and their products are added up.
+# Two variants are common:
+#
+# - Several weights share one gather, for example query, key and value. Each block travels once.
+# - In FSDP the *weight* is sharded, so the weight is gathered. Here it is sharded over the
+#   contracting dimension. Each weight block multiplies a column slice of `x`, and the products are
+#   accumulated.
 
 
 # %%
@@ -299,19 +299,18 @@ assert sent == {">": 7 * W_BLOCK}
 np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# ## 3. The ring, both ways
+# ## 3. The ring in both directions
 #
-# On a torus every link carries traffic in both directions at once, and the one-way ring leaves half
-# of that idle. So send whole blocks both ways: in each step one arrives from either side, and seven
-# foreign blocks take about half as many steps.
+# On a torus every link carries traffic in both directions at once. The ring in one direction leaves
+# half of that capacity idle. The ring in both directions receives a block from either side in each
+# step, so seven blocks need about half as many steps.
 #
-# Not quite half: seven is odd. After three steps each device has six foreign blocks and misses only
-# the opposite one, `i + 4`, which is equally far either way. Sending it around one side would leave
-# the other side idle for that step. Instead it is cut in two: one half arrives from the left, the
-# other from the right, and both directions carry exactly three and a half blocks.
+# Seven is odd. After three steps each device has received six blocks and misses only the opposite
+# one, `i + 4`. This block is equally far in both directions. It is cut in two, and one half arrives
+# from each side. Each direction then carries exactly three and a half blocks.
 
 # %%
-both_ways = [[NUMBERS]]  # step 0: everybody's own block
+both_ways = [[NUMBERS]]  # step 0: the local block
 for step in (1, 2, 3, 4):
     both_ways.append([arrival(NUMBERS, step), arrival(NUMBERS, -step)])
 draw(both_ways, "both ways: arrived from the left | from the right", last_height=0.5)
@@ -319,8 +318,8 @@ draw(both_ways, "both ways: arrived from the left | from the right", last_height
 assert both_ways[4][0].tolist() == both_ways[4][1].tolist() == [(i + 4) % 8 for i in range(8)]
 
 # %% [markdown]
-# The last row is half as high because it is half as much: both parts of a cell have one colour, and
-# are the two halves of one block. Here is the same thing as marks, and as bytes per direction.
+# The last row is half as high because it carries half as much: both parts of a cell are halves of
+# one block. The marks and the bytes per direction say the same:
 
 # %%
 order, sent = written(with_mode("bidirectional"), x, w)
@@ -332,14 +331,14 @@ assert sent == {">": 3.5 * X_BLOCK, "<": 3.5 * X_BLOCK}
 np.testing.assert_allclose(with_mode("bidirectional")(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The matmuls are whole: always eight of `f32[m/8, k] @ f32[k, n/8]`, the last one on the rejoined
-# opposite block. The tempting alternative, cutting every block in two and sending the halves apart,
-# balances the links as well, but makes sixteen matmuls of half the size, which can fill a matrix
-# unit badly. Rings of odd size have no opposite block and no halves.
+# The ring still computes eight full matmuls of `f32[m/8, k] @ f32[k, n/8]`. The last one takes the
+# rejoined opposite block. Cutting every block in two would balance the links as well, but it needs
+# sixteen matmuls of half the size, which can fill a matrix unit badly. A ring of odd size has no
+# opposite block and no halves.
 #
-# What is it worth? A picture of a *model*: a matmul takes 1, a block takes 1.5 over one direction
-# of a link, and a step lasts as long as the longer of what it computes and what it sends. The
-# all-gather is granted both directions.
+# The next picture is a *model*. A matmul takes 1, and a block takes 1.5 over one direction of a
+# link. A step lasts as long as the longer of its computation and its transfer. The all-gather uses
+# both directions.
 
 # %%
 MATMUL, TRANSFER = 1.0, 1.5
@@ -373,11 +372,12 @@ plt.show()
 assert totals == {"gather, then multiply": 13.25, "one way": 11.5, "both ways": 8.5}
 
 # %% [markdown]
-# Eight is the floor: that is the arithmetic alone. With a transfer of at most 1 the one-way ring
-# would reach it too. Behind a switch (NVLink) there is no second direction to win: one way already
-# fills the port. On CPU devices a transfer is a copy on the same cores, and no form wins.
+# The arithmetic alone takes eight. If a transfer took at most 1, the ring in one direction would
+# reach eight too. Behind a switch (NVLink) the second direction gains nothing, because one
+# direction already fills the port. On CPU devices a transfer is a copy on the same cores, and no
+# ring gains.
 #
-# Memory is exact here as elsewhere. Neither ring ever holds all of `x`.
+# Memory is exact on CPU. Neither ring ever holds all of `x`.
 
 # %%
 memory["hand-written ring"] = temporary_mib(by_columns(hand_ring), *BIG)
@@ -393,8 +393,8 @@ assert memory["both ways"] < memory["naive"] / 2
 # ## 4. The mirror image: multiply, then reduce-scatter
 #
 # The second half of the MLP contracts over the sharded dimension. Every device has a partial sum of
-# the *whole* result and should keep the sum of *its* rows. `psum_scatter` after the matmul waits
-# again, this time for the last product before the first byte.
+# the *full* result and needs the total of *its* rows. A `psum_scatter` after the matmul cannot send
+# its first byte before the last product.
 
 
 # %%
@@ -404,10 +404,10 @@ def naive_scatter(y, v):  # y: f32[m, n/8], v: f32[n/8, k]
 
 
 # %% [markdown]
-# Before, blocks travelled and results stayed. Now partial sums travel towards their owner and
-# collect one product at each stop, and that product can be computed while the sum is on its way.
-# A sum that moves by +1 and must end at its owner has to start at the device just after it: at step
-# `s`, device `i` holds the sum that belongs to `(i - 1 - s) % 8`.
+# In the gather, blocks travelled and results stayed. In the scatter, partial sums travel towards
+# their owner. Each device adds one product to the sum, and computes that product while the sum
+# travels. A sum that moves by +1 starts at the device after its owner. In step `s`, device `i`
+# holds the sum that belongs to `(i - 1 - s) % 8`.
 
 
 # %%
@@ -448,17 +448,16 @@ for name, program in programs.items():
     assert count_collectives(program, y, v).forward_bytes == 7 * (m // 8 * k * 4)
 
 # %% [markdown]
-# The library's own scatter moves its sums by -1 instead: the gather's film run backwards, which
-# will matter in a moment. Both ways it starts with the opposite block (on TPU cut in two) and
-# ends with its own. The bytes are again those of the collective it replaces.
+# The library's scatter moves its sums by -1: it is the gather in reverse. In both directions it
+# starts with the opposite block (cut in two on TPU) and ends with the local block. It sends the
+# bytes of the collective that it replaces.
 #
-# The knot matters even more here. A compiler likes to fuse the addition into the matmul next to it,
-# and the product then waits for the very arrival it was to hide. jaxpar ties `coming` and the
-# product together *before* it adds them.
+# The barrier matters even more here. A compiler likes to fuse the addition into the matmul. The
+# product then waits for the transfer that it should hide. jaxpar puts the barrier around `coming`
+# and the product *before* it adds them.
 #
-# Sums are also where rounding lives. With bf16 operands jaxpar adds them in f32 and sends them in
-# bf16, as the collective would, which rounds once a hop. `wire_dtype="float32"` keeps them wide,
-# for twice the bytes. It is your choice to make.
+# Sums are rounded. With bf16 operands jaxpar adds in f32 and sends bf16, like the collective. That
+# rounds once per hop. `wire_dtype="float32"` sends f32 instead, for twice the bytes.
 
 # %%
 halved = [a.astype(jnp.bfloat16) for a in (y, v)]
@@ -479,18 +478,18 @@ assert wires["float32"][0] == 2 * wires["bfloat16"][0]
 assert wires["float32"][1] < wires["bfloat16"][1]
 
 # %% [markdown]
-# ## 5. Gradients, and what is kept for them
+# ## 5. Gradients, and the values saved for them
 #
-# Take $y = \mathrm{gather}(x)\,w$ and a cotangent $\bar y$. Row block $x_j$ was used by every
-# device, so its gradient is a sum over devices of what each has to say about rows $j$, delivered to
-# device $j$. That is a reduce-scatter:
+# Take $y = \mathrm{gather}(x)\,w$ and a cotangent $\bar y$. Every device used row block $x_j$. The
+# gradient of $x_j$ is therefore a sum over devices, and device $j$ needs it. That is a
+# reduce-scatter:
 #
 # $$\bar x = \mathrm{scatter}(\bar y\, w^{\top}), \qquad
 #   \bar w = \mathrm{gather}(x)^{\top}\, \bar y .$$
 #
-# A gather's derivative is a scatter, a scatter's a gather, and both are matmuls with a collective
-# beside them: the same kind of thing we just overlapped. But look at the second formula. It wants
-# the *gathered* `x` again. Who kept it?
+# The derivative of a gather is a scatter, and the derivative of a scatter is a gather. Both are
+# matmuls with a collective, so both can overlap. The second formula needs the *gathered* `x` again.
+# Was it saved? A value that the forward pass saves for the backward pass is a **residual**.
 
 # %%
 rings = {
@@ -507,17 +506,15 @@ for name, program in rings.items():
     print(f"{'':>20}keeps {kept[name]} bytes = {kept[name] / X_BLOCK:.2f} blocks of x")
 
 assert kept["naive"] == 8 * X_BLOCK + W_BLOCK  # the gathered x
-assert 8 * X_BLOCK < kept["hand-written ring"] < 10 * X_BLOCK  # every block it saw
-assert kept["one way"] == kept["both ways"] == X_BLOCK + W_BLOCK  # what came in
+assert 8 * X_BLOCK < kept["hand-written ring"] < 10 * X_BLOCK  # every block that it received
+assert kept["one way"] == kept["both ways"] == X_BLOCK + W_BLOCK  # only the two shards
 
 # %% [markdown]
-# Autodiff kept it. Differentiating through the unrolled ring saves the operand of each of its eight
-# matmuls: every block that passed by, 8 to 10 times the shard in all. The forward held two blocks
-# at a time, and all of that was given back.
+# Autodiff saved it. Through the unrolled ring, autodiff saves the operand of all eight matmuls: 8
+# to 10 times the shard. The forward pass held only two blocks at a time, and that gain is lost.
 #
-# The way out is to keep the shard and send the blocks around once more. In the backward the links
-# are free to do so, for that gather hides behind a matmul too. As a `custom_vjp` it is the two
-# formulas above, and fits in a few lines:
+# Save only the shard instead, and gather again in the backward pass, during a matmul. As a
+# `custom_vjp` this is the two formulas above:
 
 
 # %%
@@ -555,12 +552,12 @@ print(theirs)
 assert ours == theirs
 
 # %% [markdown]
-# jaxpar does just this inside `all_gather_matmul` and `matmul_reduce_scatter`; you need not write
-# it. The price is in plain sight: 14 sends in the backward where autodiff of the hand-written ring
-# makes 7. It buys the memory of seven blocks *per layer*, and the sends are overlapped.
+# `all_gather_matmul` and `matmul_reduce_scatter` do this inside. The price is 14 sends in the
+# backward pass, where autodiff of the hand-written ring makes 7. It saves the memory of seven
+# blocks *per layer*, and the sends overlap with matmuls.
 #
-# The derivative of a scatter is cheaper. Its cotangent is sharded, so *one* trip of the cotangent
-# around the ring feeds the gradients of both operands.
+# The derivative of a scatter is cheaper. Its cotangent is sharded, so *one* gather of the cotangent
+# feeds the gradients of both operands.
 
 # %%
 counts = count_collectives(scatter_with("unidirectional"), y, v)
@@ -569,14 +566,15 @@ assert counts.forward == counts.backward == {"ppermute": 7}
 assert counts.residual_bytes == (y.nbytes + v.nbytes) // 8
 
 # %% [markdown]
-# ## 6. The timelines that a compiler makes of it
+# ## 6. Predicted timelines
 #
 # The TPU compiler runs on any machine (`pip install 'jax[tpu]'`). `compile_for` compiles for chips
-# that are not here, and `timeline` plays the compiler's own order of instructions on a model of the
-# chip. It is no measurement, and it shows what no laptop can: what waits for what.
+# that this machine does not have. `timeline` takes the order of instructions from the compiler and
+# simulates it on a model of the chip. This predicts, and does not measure. It shows which operation
+# waits for which.
 #
-# Eight v5p chips, one projection of a large model in bfloat16. Blue computes, orange travels, red
-# waits.
+# The example is one projection of a large model in bfloat16 on eight v5p chips. Blue is
+# computation, orange a transfer, red waiting. "Exposed" time is time in which the chip only waits.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x2", "tp=8")
@@ -621,17 +619,17 @@ assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines[
 assert lines["bidirectional"].total < 0.8 * lines["naive"].total
 
 # %% [markdown]
-# From the terminal, with a table and all events: `jaxpar predict --target v5p:2x2x2 --ops
-# gather-lhs-rows --plot timeline.png`. How to read such pictures is the subject of
-# [schedules](14_schedules.ipynb).
+# In the terminal, `jaxpar predict --target v5p:2x2x2 --ops gather-lhs-rows --plot timeline.png`
+# prints a table and draws all events. [Schedules](14_schedules.ipynb) explains how to read these
+# pictures.
 #
 # ## In short
 #
-# - A gather feeds a matmul block by block; a scatter is fed by one block by block. Send first, then
-#   multiply what you have, and tie the two together so that the compiler leaves them so.
-# - Both ways, whole blocks, the last in halves where it pays: n/2 steps and half the bytes a link.
-# - The derivative of each is the other. Keep shards and gather again; autodiff of an unrolled ring
-#   keeps every block.
-# - Write `mode="auto"`, the default, and compile with `jaxpar.jit`.
+# - A gather feeds a matmul block by block, and a matmul feeds a scatter block by block. Send first,
+#   multiply the current block, and put a barrier around both.
+# - The ring in both directions needs n/2 steps and sends half the bytes per direction.
+# - The derivative of a gather is a scatter and the reverse. Save shards and gather again: autodiff
+#   of an unrolled ring saves every block.
+# - Use `mode="auto"`, the default, and compile with `jaxpar.jit`.
 #
 # Next: [data parallelism](05_data_parallel.ipynb).

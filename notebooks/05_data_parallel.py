@@ -16,16 +16,16 @@
 # %% [markdown]
 # # 5. Data parallelism
 #
-# Each device has a share of the batch and all weights. The gradients have to be those of the whole
-# batch, on every device. Simple, and still most of what goes wrong with gradients goes wrong here:
+# Each device has a share of the batch and all weights. Every device needs the gradients of the full
+# batch. Most mistakes with gradients already appear here:
 #
 # 1. one device
 # 2. eight devices: the sum and the count, not the mean
-# 3. microbatches, and one reduction
+# 3. microbatches and one reduction
 # 4. gradients inside and outside `shard_map`
-# 5. training, with clipping
+# 5. training with clipping
 #
-# Every form is compared with one device. Eight CPU devices, so nothing here measures speed.
+# Every version is compared with one device. Eight CPU devices measure no speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -48,8 +48,8 @@ from jaxpar.testing import count_collectives, tolerance
 # %% [markdown]
 # ## 1. One device
 #
-# Four residual blocks, stacked: one array for each kind of weight, so that `lax.scan` can run over
-# them. Vectors are predicted from vectors, and some positions do not count (`mask`).
+# The model is four residual blocks. Each kind of weight is one stacked array, so `lax.scan` can run
+# over the layers. The model predicts vectors from vectors. `mask` excludes some positions.
 
 # %%
 BATCH, SEQUENCE, WIDTH, HIDDEN, LAYERS = 16, 8, 32, 128, 4
@@ -94,8 +94,8 @@ expected = jax.jit(jax.value_and_grad(mean_error))(params, batch)
 print(f"loss {expected[0]:.4f}, {int(mask.sum())} of {mask.size} positions count")
 
 # %% [markdown]
-# What follows must give this loss and these gradients up to rounding. `tolerance` bounds the error
-# of a float32 sum of so many terms; the factor is for the layers, forward and backward.
+# All later versions must give this loss and these gradients up to rounding. `tolerance` bounds the
+# error of a float32 sum with this many terms. The factor covers the layers, forward and backward.
 
 # %%
 TOLERANCE = 2 * LAYERS * tolerance("float32", BATCH * SEQUENCE)
@@ -111,8 +111,8 @@ def largest_error(found, expected=expected):
 # %% [markdown]
 # ## 2. The sum and the count
 #
-# The obvious way: each device takes the mean loss of its share, and gradients are averaged. Here
-# devices have different numbers of positions that count, so that a mean of means is another number.
+# An obvious attempt averages the devices' mean losses and their gradients. But the devices have
+# different numbers of unmasked positions, so the mean of means is a different number.
 
 # %%
 mesh = jaxpar.make_mesh("dp=8")
@@ -128,9 +128,9 @@ print(f"mean of means {loss_of_means:.4f}, mean {expected[0]:.4f}")
 assert abs(loss_of_means - expected[0]) > 0.01
 
 # %% [markdown]
-# So a local loss returns the *sum* and the *count*. `jaxpar.layers.mean_value_and_grad` adds both
-# up over the axes that it is told, divides, and sums gradients over devices once. `mean_loss` is
-# the first half of it.
+# Return the *sum* and the *count* from the local loss instead. `jaxpar.layers.mean_value_and_grad`
+# adds both over the given axes and divides. It sums the gradients over devices once. `mean_loss`
+# computes only the loss.
 
 # %%
 step = jaxpar.jit(jax.shard_map(mean_value_and_grad(sum_and_count, "dp"), **SPECS))
@@ -138,11 +138,11 @@ assert largest_error(step(params, batch)) < TOLERANCE
 print(f"loss {step(params, batch)[0]:.4f}")
 
 # %% [markdown]
-# ## 3. Microbatches, and one reduction
+# ## 3. Microbatches and one reduction
 #
-# Activations of a large batch may not fit. `microbatches=4` computes a quarter at a time, adds
-# gradients up on each device, and reduces once at the end. `bucket_bytes` puts small gradients into
-# one collective.
+# Activations of a large batch may not fit into memory. `microbatches=4` computes a quarter at a
+# time, accumulates gradients on each device, and reduces once at the end. `bucket_bytes` joins
+# small gradients into one collective.
 
 
 # %%
@@ -157,8 +157,9 @@ for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
     print(f"{options!s:25} {dict(counts.forward)}, {counts.forward_bytes} bytes")
 
 # %% [markdown]
-# Three gradients, the loss and the count: five sums (three in buckets), of the same bytes however
-# the batch is cut. A sum over eight devices sends 2 x 7/8 of its operand from each.
+# There are five sums: three gradients, the loss and the count. In buckets there are three sums.
+# Microbatches do not change the bytes. In a sum over eight devices, each device sends 2 x 7/8 of
+# its operand.
 
 # %%
 weights = sum(w.nbytes for w in params.values())
@@ -169,9 +170,9 @@ assert counts.forward_bytes == 2 * 7 / 8 * (weights + 2 * 4)
 # %% [markdown]
 # ## 4. Gradients inside and outside `shard_map`
 #
-# There are two places to differentiate, and two settings of `check_vma`, which tracks over which
-# axes values vary. One replicated weight, device `i` adding `weight * (i + 1)`: the gradient should
-# be 1 + 2 + ... + 8 = 36.
+# You can differentiate inside or outside `shard_map`. `check_vma` can be on or off. It tracks over
+# which axes values vary. Take one replicated weight, with the loss `weight * (i + 1)` on device
+# `i`. The gradient must be 1 + 2 + ... + 8 = 36.
 
 
 # %%
@@ -191,7 +192,7 @@ def outside(check_vma):
 
 def inside(loss, check_vma, finish=lambda gradient: gradient):
     def local(weight, x):
-        return finish(jax.grad(loss)(weight, x))[None]  # f32[1], to see each device's own
+        return finish(jax.grad(loss)(weight, x))[None]  # f32[1], one entry a device
 
     specs = {"in_specs": (P(), P("dp")), "out_specs": P("dp")}
     program = jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma)
@@ -215,18 +216,19 @@ assert wrong.tolist() == [8.0 * i for i in range(1, 9)]
 assert all(np.all(gradient == 36) for gradient in found.values())
 
 # %% [markdown]
-# One line is wrong, and nothing says so but the comparison: without `check_vma` every device asks
-# for the gradient of its own copy of the sum (eight times too much), and nobody adds the parts up.
-# So:
+# One version is wrong, and only the comparison shows it. Without `check_vma` every device
+# differentiates its own copy of the sum, which gives eight times too much. Nothing adds the
+# devices' parts.
 #
-# - outside: `jax.grad` is right, whatever `check_vma` is
-# - inside: `jaxpar.layers.mean_value_and_grad` is right, whatever `check_vma` is, and reduces once
-# - inside with `jax.grad`: only with `check_vma=True`, the default
+# - outside: `jax.grad` is right with any `check_vma`
+# - inside: `jaxpar.layers.mean_value_and_grad` is right with any `check_vma`, and reduces once
+# - inside with `jax.grad`: right only with `check_vma=True`, the default
 #
 # ## 5. Training
 #
-# The update runs outside, on global arrays. Clipping needs the norm of *all* gradients; here they
-# are replicated, and where they are sharded `global_norm` sums over the right axes by their types.
+# The update runs outside `shard_map`, on global arrays. Clipping needs the norm of *all* gradients.
+# Here the gradients are replicated. For sharded gradients, `global_norm` takes the axes of the sum
+# from the types.
 
 
 # %%
@@ -281,8 +283,8 @@ assert losses[-1] < 0.8 * losses[0]
 # %% [markdown]
 # ## In short
 #
-# - Return the sum and the count; `mean_value_and_grad` divides, and reduces once.
+# - Return the sum and the count. `mean_value_and_grad` divides, and reduces once.
 # - Microbatches cost no communication.
 # - Differentiate outside, or inside with `mean_value_and_grad`.
 #
-# Next: [FSDP](06_fsdp.ipynb), where weights are sharded as well.
+# Next: [FSDP](06_fsdp.ipynb), which shards the weights as well.

@@ -16,18 +16,18 @@
 # %% [markdown]
 # # 6. FSDP, and what is saved
 #
-# With data parallelism every device holds all weights, all gradients and all of the optimizer's
-# state. *Fully sharded* data parallelism cuts each weight over the same devices, and puts it
-# together where it is used.
+# In data parallelism every device holds all weights, gradients and optimizer state. *Fully sharded*
+# data parallelism (FSDP) shards each weight over the same devices. It gathers a weight only where a
+# layer uses it.
 #
 # 1. shards between steps
-# 2. a gather by hand, and what autodiff keeps
-# 3. `fsdp_linear`: gathers again in the backward
+# 2. a gather by hand, and what autodiff saves
+# 3. `fsdp_linear`: gathers again in the backward pass
 # 4. `fsdp_scan`: the same for a stack of layers
-# 5. what all of them send and keep
-# 6. what a TPU's compiler makes of it
+# 5. bytes sent and saved
+# 6. a prediction for TPU
 #
-# Every form is compared with one device. Eight CPU devices, so nothing here measures speed.
+# Every version is compared with one device. Eight CPU devices measure no speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -52,8 +52,8 @@ from jaxpar.testing import count_collectives, tolerance
 # %% [markdown]
 # ## 1. Shards between steps
 #
-# Four residual blocks, stacked. Matrices are cut by rows, and the batch over the same axis. A norm
-# is so small that it stays whole.
+# The model is four residual blocks, stacked along dimension 0. Matrices are sharded by rows, and
+# the batch is sharded over the same axis. The norm's weights are small and stay replicated.
 
 # %%
 BATCH, WIDTH, HIDDEN, LAYERS = 64, 64, 256, 4
@@ -120,11 +120,11 @@ def check(name, network):
 # %% [markdown]
 # ## 2. A gather by hand
 #
-# The gradient goes the other way by itself: the derivative of a gather is a reduce-scatter, so that
-# each device ends up with the summed gradient of its own rows.
+# `fsdp_gather` gathers one layer's weights. The derivative of a gather is a reduce-scatter, so each
+# device receives the summed gradient of its own rows.
 
 # %%
-DIMS = {"norm": None, "up": 0, "down": 0}  # of one layer's weight; None: not sharded
+DIMS = {"norm": None, "up": 0, "down": 0}  # dimensions of one layer's weight; None: not sharded
 
 
 def by_hand(params, x):
@@ -133,11 +133,12 @@ def by_hand(params, x):
 
 _, gradients = check("by hand", by_hand)
 print("gradient of up:", gradients["up"].sharding.spec)
-assert forms["by hand"].backward["psum_scatter"] == LAYERS  # of both matrices at once
+assert forms["by hand"].backward["psum_scatter"] == LAYERS  # both matrices in one collective
 
 # %% [markdown]
-# Right, and yet it misses the point: the backward needs the gathered weights, and autodiff keeps
-# them, all layers of them. Between steps a device stores an eighth; during a step it stores all.
+# The gradients are right, but the memory is not. The backward pass needs the gathered weights, so
+# autodiff saves them for all layers. Values saved for the backward pass are called *residuals*.
+# Between steps a device stores an eighth of the weights. During a step it stores all of them.
 
 # %%
 WEIGHTS = sum(params[name].nbytes for name in ("up", "down"))
@@ -145,11 +146,11 @@ print(f"kept for the backward: {forms['by hand'].residual_bytes / WEIGHTS:.2f} o
 assert forms["by hand"].residual_bytes > WEIGHTS
 
 # %% [markdown]
-# ## 3. `fsdp_linear`: gathers again in the backward
+# ## 3. `fsdp_linear`: gathers again in the backward pass
 #
-# It takes the place of a matmul. Residuals are the input and the *shard*; the backward gathers the
-# weight a second time. With a mode that is named, blocks of a weight travel while others are
-# multiplied.
+# `fsdp_linear` replaces a matmul. Its residuals are the input and the *shard*, so the backward pass
+# gathers the weight again. With an explicit mode such as `"bidirectional"`, the blocks of a weight
+# travel while other blocks are multiplied.
 
 # %%
 check(
@@ -164,17 +165,17 @@ assert forms["fsdp_linear"].backward["all_gather"] == 2 * LAYERS
 # %% [markdown]
 # ## 4. `fsdp_scan`: the same for a stack of layers
 #
-# It takes the place of the scan. The block needs no change at all: it gets whole weights, gathered
-# in front of the layer, forward and again in the backward. Residuals are the shards and the input
-# of each layer, from which the layer is computed once more.
+# `fsdp_scan` replaces `lax.scan`. The block stays unchanged: it receives full weights. The scan
+# gathers them before each layer, in the forward pass and again in the backward pass. The residuals
+# are the shards and each layer's input. The backward pass computes the layer again from them.
 
 # %%
 check("fsdp_scan", lambda params, x: fsdp_scan(block, params, x, "fsdp", dim=DIMS))
 assert forms["fsdp_scan"].residual_bytes < forms["fsdp_linear"].residual_bytes
 
 # %% [markdown]
-# By hand, the gather goes into a checkpointed block, so that nothing gathered is kept. It sends and
-# keeps as many bytes; the difference is that `fsdp_scan` does so without a word in the layer.
+# By hand, put the gather into a checkpointed block, so that no gathered weight is saved. This sends
+# and saves as many bytes as `fsdp_scan`, but the layer needs extra code.
 
 
 # %%
@@ -193,7 +194,7 @@ for counted in ("forward_bytes", "backward_bytes", "residual_bytes"):
     assert getattr(again, counted) == getattr(forms["fsdp_scan"], counted), counted
 
 # %% [markdown]
-# ## 5. What they send and keep
+# ## 5. Bytes sent and saved
 
 
 # %%
@@ -242,14 +243,16 @@ assert abs(sent["fsdp_scan"] / (3 * 7 / 8 * WEIGHTS) - 1) < 0.01
 assert abs(sent["data parallel"] / (2 * 7 / 8 * WEIGHTS) - 1) < 0.01
 
 # %% [markdown]
-# Gathering twice has its price: FSDP sends 3 x 7/8 of the weights in a step, data parallelism
-# 2 x 7/8. For it, weights, gradients and optimizer state are an eighth, and what a step keeps is
-# activations alone. (`data parallel` keeps the weights too; they are there anyway.)
+# The second gather has a price. FSDP sends 3 x 7/8 of the weights in a step, and data parallelism
+# sends 2 x 7/8. In return, weights, gradients and optimizer state take an eighth of the memory. A
+# step saves only activations and shards. (The column `kept` counts the weights for `data parallel`
+# too, although they are in memory anyway.)
 #
-# ## 6. What a TPU's compiler makes of it
+# ## 6. A prediction for TPU
 #
-# Whether gathers run beside a layer is for a compiler to say. Four v5p chips, rows enough to hide
-# behind, forward and backward.
+# The compiler decides whether gathers overlap with a layer. `compile_for` compiles for chips that
+# this machine does not have. `timeline` simulates the compiled schedule. Here: four v5p chips, with
+# enough rows to hide the gathers, forward and backward.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "fsdp=4")
@@ -276,10 +279,10 @@ print(f"{1e6 * line.total:.0f} us, {line.exposed / line.total:.0%} waits for tra
 # %% [markdown]
 # ## In short
 #
-# - Gathering by hand makes autodiff keep what was gathered; `fsdp_linear` and `fsdp_scan` gather
-#   again.
-# - `fsdp_scan` needs no change of the layer; the compiler runs its gathers beside the layer's work
-#   where it makes collectives asynchronous.
-# - 3 x 7/8 of the weights are sent instead of 2 x 7/8; all that is stored is an eighth.
+# - With a gather by hand, autodiff saves the gathered weights. `fsdp_linear` and `fsdp_scan` gather
+#   again instead.
+# - `fsdp_scan` needs no change in the layer. Its gathers overlap with the layer where the compiler
+#   makes collectives asynchronous.
+# - FSDP sends 3 x 7/8 of the weights instead of 2 x 7/8, and stores an eighth of them.
 #
-# Next: [tensor parallelism](07_tensor_parallel.ipynb), which cuts the computation.
+# Next: [tensor parallelism](07_tensor_parallel.ipynb), which shards the computation.

@@ -16,18 +16,18 @@
 # %% [markdown]
 # # 7. Tensor parallelism
 #
-# FSDP cuts what is *stored*; every device still multiplies by all weights. Tensor parallelism cuts
-# what is *computed*: a device has its own hidden features and its own attention heads, and
-# activations travel in place of weights.
+# FSDP shards what is *stored*, but every device still multiplies by all weights. Tensor parallelism
+# shards what is *computed*. Each device has its own hidden features and attention heads.
+# Activations travel instead of weights.
 #
 # 1. columns, then rows
-# 2. the sequence in between
+# 2. a sharded sequence between regions
 # 3. attention by heads
 # 4. a block
 # 5. a vocabulary
-# 6. what a TPU's compiler makes of it
+# 6. a prediction for TPU
 #
-# Every form is compared with one device. Eight CPU devices, so nothing here measures speed.
+# Every version is compared with one device. Eight CPU devices measure no speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -78,9 +78,9 @@ x = jnp.asarray(rng.standard_normal((BATCH, SEQUENCE, WIDTH)), jnp.float32)
 # %% [markdown]
 # ## 1. Columns, then rows
 #
-# A weight cut by columns takes the whole input and makes a share of the output. Everything
-# elementwise, such as an activation, works on that share. The next weight, cut by rows, takes the
-# share and makes a partial sum of the whole:
+# A weight sharded by columns takes the full input and computes a part of the output. An elementwise
+# function, such as an activation, works on that part. The next weight is sharded by rows. It takes
+# the part and computes a partial sum of the full result:
 #
 # $$\mathrm{gelu}(x\,U)\,D = \sum_i \mathrm{gelu}(x\,U_{:,i})\,D_{i,:}$$
 
@@ -116,18 +116,20 @@ print(counts["replicated"])
 assert counts["replicated"].forward == counts["replicated"].backward == {"psum": 1}
 
 # %% [markdown]
-# `copy_region` and `reduce_region` are the two ends of a tensor-parallel region: one sums in its
-# derivative, the other in its value. A region costs an all-reduce each way. Between regions every
-# device has all activations, and computes the same norms.
+# `copy_region` and `reduce_region` begin and end a tensor-parallel *region*. `copy_region` sums in
+# its derivative, `reduce_region` in its value. A region costs one all-reduce forward and one
+# backward. Between regions every device has all activations and computes the same norms.
 #
-# ## 2. The sequence in between
+# ## 2. A sharded sequence between regions
 #
-# An all-reduce is a reduce-scatter and an all-gather. Do the gather later. Then each device has an
-# eighth of the positions between regions. It computes an eighth of each norm, and sends the same
-# bytes. A gather in front of a matmul can overlap with it, and so can a scatter behind one.
+# An all-reduce is a reduce-scatter and an all-gather. Delay the gather until the next region.
+# Between regions each device then holds an eighth of the positions and computes an eighth of each
+# norm. The bytes stay the same. A gather before a matmul can overlap with it, and so can a scatter
+# after it.
 #
-# Both forms save equally much for the backward pass here, because the gathered `x` is an operand of
-# a matmul. What is between regions, the residual stream and the norms, is an eighth in the second.
+# Here both versions save the same bytes for the backward pass, because the gathered `x` is an
+# operand of a matmul. In a model, the second version saves an eighth of everything between regions:
+# the residual stream and the norms.
 
 
 # %%
@@ -146,10 +148,11 @@ assert counts["by sequence"].forward_bytes == counts["replicated"].forward_bytes
 # %% [markdown]
 # ## 3. Attention by heads
 #
-# Heads are columns of query, key and value and rows of the output projection. `parallel_attention`
-# gathers the sequence once for all three, hands your `attend` whole sequences of some heads, and
-# scatters what comes back. Several query heads may share a key and value head, and heads need not
-# divide among devices: `head_layout` says who has which.
+# A head is a set of columns of query, key and value, and a set of rows of the output projection.
+# `parallel_attention` gathers the sequence once for all three. It calls your `attend` with full
+# sequences of some heads, and scatters the result. Several query heads may share a key and value
+# head. The devices need not divide the heads evenly: `head_layout` shows which device has which
+# head.
 
 
 # %%
@@ -177,8 +180,8 @@ print(count_collectives(program, attention_weights, x))
 # %% [markdown]
 # ## 4. A block
 #
-# Two gathers and two scatters, and norms on a device's own positions. A norm's scale is replicated,
-# so its gradient is summed over devices, which types see to.
+# A block has two gathers and two scatters. Norms run on the local positions. A norm's scale is
+# replicated, so its gradient is a sum over devices. The types insert this sum.
 
 
 # %%
@@ -204,7 +207,8 @@ assert counts.forward == {"all_gather": 2, "psum_scatter": 2}
 assert counts.forward_bytes == 4 * 7 / 8 * x.nbytes
 
 # %% [markdown]
-# What each device has of the weights: columns of one, rows of the next.
+# The picture shows the weights of each device. `q` and `up` are sharded by columns, `o` and `down`
+# by rows.
 
 # %%
 PALETTE = plt.get_cmap("Set2").colors
@@ -226,9 +230,9 @@ plt.show()
 # %% [markdown]
 # ## 5. A vocabulary
 #
-# The largest weights of a small model. The embedding is cut by words: each device looks up the
-# tokens that it has, and sums are scattered over positions. The loss never puts logits together:
-# devices exchange a maximum, a sum and the label's logit of each token.
+# The vocabulary has the largest weights of a small model. The embedding is sharded by words. Each
+# device looks up the tokens in its shard, and the sums are scattered over positions. The loss never
+# gathers the logits. For each token the devices exchange a maximum, a sum and the label's logit.
 
 # %%
 WORDS = 96
@@ -255,12 +259,14 @@ print(f"loss {value:.4f}, on one device {wanted:.4f}")
 check(gradient, wanted_gradient, WORDS)
 
 # %% [markdown]
-# ## 6. What a TPU's compiler makes of it
+# ## 6. A prediction for TPU
 #
-# An MLP of the sizes of Llama 3 8B over four v5p chips, forward. Three programs: the layers as they
-# are, naive ones, and rings both ways. By default layers gather rows around a ring and scatter sums
-# in chunks, if the compiler runs collectives beside other work. What is stored here is of jax
-# 0.10.2, whose scheduler hides less: with 0.12.0.1 the three take 1279, 1758 and 1333 us.
+# The example is an MLP with the sizes of Llama 3 8B on four v5p chips, forward. It compares three
+# programs: the layers' default, naive ones, and rings in both directions. If the compiler makes
+# collectives asynchronous, layers by default gather rows around a ring and scatter sums in chunks.
+#
+# The stored output is from jax 0.10.2, whose scheduler hides less. With 0.12.0.1 the three take
+# 1279, 1758 and 1333 us.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "tp=4")
@@ -290,8 +296,9 @@ for mode in ("auto", "naive", "bidirectional"):
 # %% [markdown]
 # ## In short
 #
-# - Columns, then rows; a gather before, a reduce-scatter after, the sequence sharded in between.
+# - Shard the first weight by columns and the second by rows. Put a gather before and a
+#   reduce-scatter after, and shard the sequence between regions.
 # - Heads are columns of q, k, v and rows of o.
-# - A vocabulary is cut by words, and logits never meet.
+# - A vocabulary is sharded by words, and the logits are never gathered.
 #
 # Next: [FSDP and tensor parallelism](08_fsdp_and_tensor_parallel.ipynb) at once.

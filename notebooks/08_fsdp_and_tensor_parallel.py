@@ -16,17 +16,16 @@
 # %% [markdown]
 # # 8. FSDP and tensor parallelism at once
 #
-# On a mesh of two axes: groups of `tp` devices share the computation of a layer, and `fsdp` groups
-# have their own part of the batch, and of every shard. It is the two notebooks before this one,
-# composed:
+# The mesh has two axes. A group of `tp` devices shares the computation of a layer. The `fsdp` axis
+# shards the batch, and shards each weight once more. This notebook combines the two before it:
 #
-# 1. where a weight lies, four ways
+# 1. layouts of one weight
 # 2. the tensor-parallel block inside `fsdp_scan`
-# 3. what travels over which axis
+# 3. bytes per axis
 # 4. without a stack of layers
 # 5. training
 #
-# Compared with one device. Eight CPU devices, so nothing here measures speed.
+# Results are compared with one device. Eight CPU devices measure no speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -80,10 +79,10 @@ params |= {name: jnp.ones_like(params[name]) for name in ("norm_1", "norm_2")}
 x, target = normal(BATCH, SEQUENCE, FEATURES), normal(BATCH, SEQUENCE, FEATURES)
 
 # %% [markdown]
-# ## 1. Where a weight lies
+# ## 1. Layouts of one weight
 #
-# `P(None, "fsdp", "tp")`: dimension 0 is that of the layers, rows are cut over one axis and columns
-# over the other. The numbers are those of the devices that hold a block of one layer's `up`.
+# In `P(None, "fsdp", "tp")` dimension 0 is the layers. Rows are sharded over `fsdp`, columns over
+# `tp`. Each block of one layer's `up` below shows the numbers of the devices that hold it.
 
 # %%
 PALETTE = plt.get_cmap("Set2").colors
@@ -121,9 +120,9 @@ assert all(len(devices) == 1 for devices in holders.values())
 # %% [markdown]
 # ## 2. The tensor-parallel block inside `fsdp_scan`
 #
-# The block sees the weights that it would see on four devices; `fsdp_scan` puts the two halves of
-# each together where the layer uses them. `dim` is the dimension of one layer's
-# weight that `fsdp` cuts: the one that `tp` leaves.
+# The block sees the same weights as on four devices. `fsdp_scan` gathers the two halves of each
+# weight before a layer uses it. `dim` names the dimension of one layer's weight that `fsdp` shards.
+# `tp` shards the other dimension.
 
 # %%
 mesh = jaxpar.make_mesh("fsdp=2,tp=4")
@@ -163,7 +162,7 @@ placed = jax.device_put(params, shardings)
 loss, grads = step(placed, x, target)
 
 # %% [markdown]
-# One device, in plain JAX, for comparison:
+# For comparison, the same on one device in plain JAX:
 
 
 # %%
@@ -188,11 +187,11 @@ for name, want in expected_grads.items():
     assert grads[name].sharding.is_equivalent_to(shardings[name], 3)
 
 # %% [markdown]
-# ## 3. What travels over which axis
+# ## 3. Bytes per axis
 #
-# Weights travel over `fsdp`, activations over `tp`. Which meshes send least depends on sizes: FSDP
-# sends weights, however large the batch; tensor parallelism sends activations, however wide the
-# hidden layer. Counted for each way to make eight of two factors, forward:
+# Weights travel over `fsdp`, and activations travel over `tp`. FSDP sends the same bytes for every
+# batch size. Tensor parallelism sends the same bytes for every hidden size. The best mesh therefore
+# depends on the sizes. Here are the bytes of a forward pass on every two-axis mesh of eight:
 
 
 # %%
@@ -231,9 +230,9 @@ plt.show()
 # %% [markdown]
 # ## 4. Without a stack of layers
 #
-# Layers can gather their weights over `fsdp` themselves, with `fsdp_axis=` and the dimensions that
-# it cuts. A mode that is named, `Axis("fsdp", mode="bidirectional")`, sends a weight's blocks
-# beside their own matmul.
+# A layer can gather its own weights over `fsdp`. Give it `fsdp_axis=` and the dimensions that
+# `fsdp` shards. With an explicit mode, such as `Axis("fsdp", mode="bidirectional")`, the blocks of
+# a weight travel while their matmul computes.
 
 # %%
 LAYER = {name: params[name][0] for name in ("gate", "up", "down")}
@@ -254,7 +253,7 @@ print(dict(count_collectives(program, LAYER, x).forward))
 # %% [markdown]
 # ## 5. Training
 #
-# Adam is elementwise: its state lies like the weights, and an update sends nothing.
+# Adam is elementwise. Its state is sharded like the weights, and an update sends nothing.
 
 # %%
 optimizer = optax.adam(3e-3)
@@ -293,10 +292,11 @@ assert trained["up"].addressable_shards[0].data.shape == (LAYERS, FEATURES // 2,
 # %% [markdown]
 # ## In short
 #
-# - Specs with both axes, the tensor-parallel block inside `fsdp_scan`, both axes to
-#   `mean_value_and_grad`: that is all.
-# - Weights travel over `fsdp`, activations over `tp`; count both before choosing sizes.
-# - Put `tp` last in the mesh: it has the most traffic, and gets the links.
+# - Use specs with both axes, put the tensor-parallel block into `fsdp_scan`, and give both axes to
+#   `mean_value_and_grad`.
+# - Weights travel over `fsdp`, activations over `tp`. Count both before you choose the sizes.
+# - Put `tp` last in the mesh. It has the most traffic, and the last axis gets the nearest
+#   neighbours.
 #
-# Next: [experts](09_expert_dispatch.ipynb). To say all these specs once for a whole model:
-# [layouts](13_layouts.ipynb).
+# Next: [experts](09_expert_dispatch.ipynb). [Layouts](13_layouts.ipynb) state all specs of a model
+# once.

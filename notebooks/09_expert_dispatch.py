@@ -16,16 +16,16 @@
 # %% [markdown]
 # # 9. Experts: how tokens travel
 #
-# Each token goes to a few of many small MLPs, the experts. With experts over devices, tokens have
-# to travel, and which ones is known at run time only.
+# Each token uses a few of many small MLPs, the *experts*. Experts are sharded over devices, so
+# tokens must travel. Their targets are known only at run time.
 #
-# 1. one device: a router, experts, and the result that all others must give
+# 1. one device: a router, experts and the reference result
 # 2. the plan: which token goes to which device
-# 3. there and back by hand, and rows that nobody wrote
+# 3. dispatch and combine by hand, and unwritten rows
 #
 # The [next notebook](10_experts.ipynb) has the layer, with and without dropping. Everything runs on
-# eight CPU devices in one process, so **nothing below is a measurement of speed**; what is sent and
-# what is computed are those of any machine.
+# eight CPU devices in one process. **Nothing below measures speed**, but transfers and results are
+# the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -57,11 +57,11 @@ from jaxpar.testing import poisoned_rows, tolerance
 # %% [markdown]
 # ## 1. One device
 #
-# 64 tokens, 16 experts, each token to the two that the router scores best. All tokens have one
-# direction in common, so that the router starts with favourites.
+# There are 64 tokens and 16 experts. Each token goes to the two experts with the best router
+# scores. All tokens share one direction, so the router starts with favourites.
 
 # %%
-DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: of each device
+DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: per device
 LOCAL = EXPERTS // DEVICES  # experts of each device
 FEATURES, HIDDEN = 16, 32
 rng = np.random.default_rng(0)
@@ -93,9 +93,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A weight is the softmax over all 16 experts, taken before the choice, so the two of a token do
-# not sum to 1. Models differ here: `normalize=True` divides by the sum, and is the same as
-# `scoring="selected_softmax"`, a softmax over the two chosen logits.
+# The weights are a softmax over all 16 experts, so the two weights of a token do not sum to 1.
+# Models differ here. `normalize=True` divides by the sum. It equals `scoring="selected_softmax"`, a
+# softmax over the two chosen logits.
 
 # %%
 for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scoring": "sigmoid"}):
@@ -105,8 +105,8 @@ for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scor
     np.testing.assert_array_equal(other.experts, routing.experts[:3])
 
 # %% [markdown]
-# The plainest layer computes every expert for every token, and multiplies most results by 0. It is
-# eight times too much work, and what everything below is compared with.
+# The simplest layer computes every expert for every token and multiplies most results by 0. It does
+# eight times the necessary work. All later results are compared with it.
 
 
 # %%
@@ -124,8 +124,8 @@ def reference(x, router, experts, kept=True):
 
 expected = reference(x, router, experts)
 
-# A sharded layer adds the same terms in another order: one after the other those of up (or gate),
-# of down, and of a token's experts; and as many again in a derivative.
+# A sharded layer adds the same terms in another order: in up (or gate), in down, and over a
+# token's experts. A derivative has three more such sums.
 TOLERANCE = 6 * tolerance("float32", HIDDEN)
 
 
@@ -140,11 +140,12 @@ def assert_close(found, wanted):
 # %% [markdown]
 # ## 2. The plan
 #
-# Eight tokens and two experts on each device: expert e is on device e // 2. A `RaggedDispatcher` is
-# made from the devices that each token needs. It is a plan: one small all-gather, after which
-# every device knows how many rows go from where to where, and so where each begins in every
-# buffer. It then moves any pytree of rows. Let us send each token's own number, so that we see who
-# arrived.
+# Each device has eight tokens and two experts: expert e is on device e // 2. A `RaggedDispatcher`
+# is built from the devices that each token needs. It makes a *plan* with one small all-gather.
+# Every device then knows all row counts, and so the offset of every row in every buffer.
+#
+# The dispatcher can then send any pytree of rows. Here each token sends its own number, so we see
+# which tokens arrived.
 
 # %%
 mesh = make_mesh("ep=8")
@@ -184,9 +185,9 @@ print("rows for each device:", sizes.sum(axis=0))
 assert not lost.any()
 
 # %% [markdown]
-# A token whose two experts are on one device is sent there once, so there are fewer rows than
-# choices. The diagonal stays where it is. An all-gather would send every token to all seven other
-# devices.
+# If both experts of a token are on one device, the token is sent there once. So there are fewer
+# rows than choices. Rows on the diagonal do not travel. An all-gather would send every token to all
+# seven other devices.
 
 # %%
 targets = routing.experts // LOCAL  # [64, 2]
@@ -196,9 +197,10 @@ print(f"{sizes.sum() - sizes.trace()} rows travel; an all-gather sends {7 * DEVI
 assert sizes.sum() == targets.size - len(alone)
 
 # %% [markdown]
-# Left: what each device has, with the devices that each token needs. Right: what each receives,
-# first the rows of device 0, then those of device 1, and so on. Hatched: rows that nobody wrote.
-# Two tokens are followed: one for two devices, and one whose experts are both on one.
+# The left picture shows each device's tokens and the devices that they need. The right picture
+# shows what each device receives: first the rows of device 0, then those of device 1, and so on.
+# Hatched rows are unwritten. The arrows follow two tokens. One goes to two devices, and the other
+# has both experts on one device.
 
 # %%
 PALETTE = plt.get_cmap("Set2").colors
@@ -259,16 +261,15 @@ for device in range(DEVICES):
     np.testing.assert_array_equal(arrived[device][valid[device]], wanted)
 
 # %% [markdown]
-# Shapes are static, so buffers are as long as what *could* come: all 64 tokens, in the worst case.
-# 32 rows happen to suffice here; [the next notebook](10_experts.ipynb) has buffers that are smaller
-# by design.
+# Shapes are static, so a safe buffer holds the worst case: all 64 tokens. 32 rows are enough here.
+# [The next notebook](10_experts.ipynb) uses smaller buffers by design.
 #
-# ## 3. There and back by hand
+# ## 3. Dispatch and combine by hand
 #
-# The layer in its parts. Beside each token travel its experts and weights. On arrival the pairs of
-# a row and a local expert are sorted by expert, `apply_experts` multiplies each group by its own
-# weights, and the pairs of a row are added up. `combine` brings one row home for each that came,
-# and adds those of each token.
+# This is the layer in its parts. Each token travels with its experts and weights. The receiver
+# sorts the pairs of a row and a local expert by expert. `apply_experts` multiplies each group by
+# its own weights, and the pairs of a row are added. `combine` returns one row for each received row
+# and adds the rows of each token.
 
 
 # %%
@@ -294,9 +295,9 @@ def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
 assert_close(sharded(by_hand)(x, router, experts), expected)
 
 # %% [markdown]
-# Rows that nobody wrote hold whatever the memory held. On CPU that is 0, which hides every mistake.
-# `poisoned_rows` makes it NaN. Then a mistake shows: here a device takes the mean of what it
-# received, three times.
+# Unwritten rows hold whatever was in memory. On CPU that is 0, which hides mistakes.
+# `poisoned_rows` fills them with NaN, which shows mistakes. Below, a device averages its received
+# rows in three ways.
 
 
 # %%
@@ -315,14 +316,13 @@ with poisoned_rows():
     poisoned = sharded(means)(x, router, experts)
     print("poisoned: ", np.round(poisoned[0], 3))
     assert np.all(np.isnan(poisoned) == [True, True, False])
-    assert_close(sharded(by_hand)(x, router, experts), expected)  # reads none of them
+    assert_close(sharded(by_hand)(x, router, experts), expected)  # reads no unwritten row
 
 # %% [markdown]
 # ## In short
 #
-# - A plan is one small all-gather; after it every device knows all offsets.
-# - A token travels once to each distinct device, and comes back as one sum.
-# - Rows beyond those that arrived hold anything: mask with `jnp.where`, and test inside
-#   `poisoned_rows()`.
+# - A plan is one small all-gather. After it every device knows all offsets.
+# - A token travels once to each distinct device, and one sum returns.
+# - Unwritten rows hold anything. Mask them with `jnp.where`, and test inside `poisoned_rows()`.
 #
-# Next: [the layer](10_experts.ipynb), in one call.
+# Next: [the layer](10_experts.ipynb) in one call.

@@ -16,17 +16,17 @@
 # %% [markdown]
 # # 10. Experts, with and without dropping
 #
-# The whole layer in one call, and what becomes of tokens for which there is no room:
+# This notebook has the full layer in one call, and shows which tokens it drops:
 #
-# 1. the layer: nothing dropped
+# 1. the layer without dropping
 # 2. a capacity: which tokens lose which expert
-# 3. small buffers: what overflows is counted
-# 4. balance, by a loss and by a bias
-# 5. chunks, and how to see whether they hide the exchange
+# 3. small buffers: the overflow is counted
+# 4. balance by a loss and by a bias
+# 5. chunks, and a check that they hide the exchange
 #
-# How tokens travel is in [the notebook before](09_expert_dispatch.ipynb). Everything runs on eight
-# CPU devices in one process, so **nothing below is a measurement of speed**; what is sent, what is
-# lost and what is computed are those of any machine.
+# [The notebook before](09_expert_dispatch.ipynb) shows how tokens travel. Everything runs on eight
+# CPU devices in one process. **Nothing below measures speed**, but transfers, lost tokens and
+# results are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -59,12 +59,12 @@ from jaxpar.moe import (
 from jaxpar.testing import count_collectives, tolerance
 
 # %% [markdown]
-# 64 tokens, 16 experts, each token to the two that the router scores best. All tokens have one
-# direction in common, so that the router starts with favourites. The reference computes every
-# expert for every token on one device.
+# There are 64 tokens and 16 experts. Each token goes to the two experts with the best router
+# scores. All tokens share one direction, so the router starts with favourites. The reference
+# computes every expert for every token on one device.
 
 # %%
-DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: of each device
+DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: per device
 LOCAL = EXPERTS // DEVICES  # experts of each device
 FEATURES, HIDDEN = 16, 32
 rng = np.random.default_rng(0)
@@ -98,8 +98,8 @@ def reference(x, router, experts, kept=True):
 
 expected = reference(x, router, experts)
 
-# A sharded layer adds the same terms in another order: one after the other those of up (or gate),
-# of down, and of a token's experts; and as many again in a derivative.
+# A sharded layer adds the same terms in another order: in up (or gate), in down, and over a
+# token's experts. A derivative has three more such sums.
 TOLERANCE = 6 * tolerance("float32", HIDDEN)
 
 
@@ -157,12 +157,11 @@ def draw_buffers(panel, arrived, valid, title):
 
 
 # %% [markdown]
-# ## 1. The layer: nothing dropped
+# ## 1. The layer without dropping
 #
-# `moe_layer` dispatches, computes and combines, with statistics: it takes the routing of any
-# router. `routed_moe_layer` takes a matrix, and routes first. Without further options the buffers
-# are those of the worst case and nothing is lost, however uneven the routing. Results and all
-# gradients are those of one device.
+# `moe_layer` dispatches, computes, combines and returns statistics. It takes the routing of any
+# router. `routed_moe_layer` takes a router matrix and routes first. By default the buffers fit the
+# worst case, and no token is dropped. Results and all gradients equal those of one device.
 
 
 # %%
@@ -198,9 +197,9 @@ print("tokens of each expert:", dropless.tokens_per_expert)
 print("dropped:", dropless.dropped, "overflow:", dropless.overflow)
 
 # %% [markdown]
-# `dispatch` chooses how tokens reach experts; the default, `"auto"`, picks the all-gather where
-# nearly every token needs nearly every device, and the ragged exchange elsewhere. All give the
-# same.
+# `dispatch` chooses the algorithm that brings tokens to experts. `"auto"`, the default, takes the
+# all-gather if nearly every token needs nearly every device. Otherwise it takes the ragged
+# exchange. All algorithms give the same result.
 
 # %%
 ways = {"auto": layer(), "all_gather": layer(dispatch="all_gather")}
@@ -211,16 +210,17 @@ for way, apply in ways.items():
     print(f"{way:>10}: {dict(counts.forward)}")
 
 # %% [markdown]
-# What a TPU would run; on CPU devices dense all-to-alls take the place of the ragged ones. The
-# all-gather of `auto` is the plan, psums are those of the statistics.
+# These are the collectives on TPU. CPU devices use dense all-to-alls instead of the ragged ones.
+# The all-gather of `auto` is the plan, and the psums belong to the statistics.
 #
 # ## 2. The layer with a capacity
 #
-# With `capacity_factor`, an expert takes a fixed number of tokens from each device: the factor
-# times an even share, rounded up. Other tokens lose that expert, and keep what their other one
-# gives. `capacity_policy` says who stays: those with the largest weights, or the first ones.
+# With `capacity_factor` an expert accepts a fixed number of tokens from each device: the factor
+# times an even share, rounded up. A rejected token loses this expert and keeps the output of its
+# other one. `capacity_policy` chooses which tokens stay: those with the largest weights, or the
+# first ones.
 #
-# The same rule in a few lines of NumPy:
+# The same rule in NumPy:
 
 
 # %%
@@ -268,19 +268,17 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The darker, the larger the weight; what has a red frame is lost. Both policies lose equally many,
-# but not the same: by position the last tokens of each device lose, however large the weight. By
-# probability the light ones do, but whether a token keeps an expert then depends on later tokens.
+# Darker cells have larger weights, and a red frame marks a lost choice. Both policies lose the same
+# number of choices. By position, the last tokens of each device lose, whatever their weights. By
+# probability, small weights lose, but the choices of a token then depend on later tokens.
 #
-# A capacity bounds the buffers too, to what it lets through: at most `capacity` tokens of each
-# device for each expert.
+# A capacity also bounds the buffers: at most `capacity` tokens of each device for each expert.
 #
 # ## 3. The layer with small buffers
 #
-# A capacity drops by expert and by device, although another device's tokens may have left room.
-# `buffer_factor` drops nothing by itself: it makes receive buffers that multiple of what arrives
-# when loads are even, and what does not fit is lost. How much was lost is in
-# `statistics.overflow`.
+# A capacity drops tokens per expert and per device, even if other devices left room.
+# `buffer_factor` sets no such limit. It sizes the receive buffers as a multiple of the rows of an
+# even load. Rows that do not fit are lost, and `statistics.overflow` counts them.
 
 # %%
 changed = {}
@@ -292,7 +290,7 @@ for factor in (1.0, 1.5):
     assert differs.sum() <= statistics.overflow
     assert statistics.dropped == 0
 
-even = DEVICES * TOKENS * TOP_K // DEVICES  # rows for each device, at most, if loads are even
+even = DEVICES * TOKENS * TOP_K // DEVICES  # at most this many rows per device at even load
 sizes, small, fits, lost = numbers_that_arrive(even)
 figure, panel = plt.subplots(figsize=(5.5, 3.6))
 title = f"buffers of {even} rows; did not fit: {', '.join(map(str, lost))}"
@@ -302,23 +300,23 @@ plt.show()
 np.testing.assert_array_equal(lost, np.maximum(sizes.sum(axis=0) - even, 0))
 
 # %% [markdown]
-# This is the buffer of `buffer_factor=1`. Some are full while others have room. The busiest devices
-# lose, and of the tokens that they should get, those of the *last* devices; nothing is ever written
-# out of bounds. (The layer counts choices, a few more than the rows: a row may be for two experts,
-# whose results need room as well.) So watch `overflow`, and make routing even.
+# This is the buffer of `buffer_factor=1`. Some devices are full while others have room. On a full
+# device the tokens from the *last* devices are lost. Nothing is written out of bounds. (The layer
+# counts choices, which are slightly more than rows. A row may use two experts, and both results
+# need room.) Watch `overflow`, and balance the routing.
 #
 # ## 4. Balance
 #
-# `statistics` says how even it is, over all devices:
+# `statistics` reports the balance over all devices:
 
 # %%
 for name, value in dropless._asdict().items():
     print(f"{name:>18} {value if value.ndim else format(value.item(), '.4g')}")
 
 # %% [markdown]
-# `largest_load` is that of the busiest expert over the mean, and 1 at balance, as is
-# `load_balance_loss`. That loss is a product of global means: the mean of what each device would
-# compute is another number, and asks each device to be even on its own.
+# `largest_load` is the load of the busiest expert divided by the mean. It is 1 at balance, and so
+# is `load_balance_loss`. This loss is a product of global means. The mean of the devices' own
+# losses is a different number: it asks each device to be balanced alone.
 
 # %%
 
@@ -334,11 +332,15 @@ print(f"global {dropless.load_balance_loss:.2f}, mean of local ones {mean:.2f}")
 assert mean > dropless.load_balance_loss
 
 # %% [markdown]
-# Add it to the loss, times some factor, and its gradient moves the router. The other way has no
-# loss: a bias for each expert, added to its score where experts are chosen but not in weights. It
-# goes up after a step in which the expert got fewer tokens than the mean, and down if more
-# (`update_router_bias`). Here is the whole layer, trained to predict vectors from vectors, without
-# either, with the loss and with the bias:
+# There are two ways to balance:
+#
+# - Add the loss, times a factor, to your loss. Its gradient changes the router.
+# - Add a bias to each expert's score when experts are chosen, but not to the weights.
+#   `update_router_bias` raises the bias of an expert with fewer tokens than the mean, and lowers it
+#   for more.
+#
+# Here the full layer learns to predict vectors from vectors: with neither, with the loss, and with
+# the bias.
 
 
 # %%
@@ -393,13 +395,14 @@ print({name: f"{load:.2f}" for name, load in ends.items()})
 assert max(ends["loss"], ends["bias"]) < ends["neither"]
 
 # %% [markdown]
-# Left alone, the favourites get more tokens still. Here the loss evens them out at the price of a
-# larger error, as its gradient competes with that of the error; a bias has none.
+# Without balancing, the favourites get even more tokens. The loss balances them here, but the error
+# is larger, because the two gradients compete. A bias has no gradient.
 #
-# ## 5. Chunks, and what they hide
+# ## 5. Chunks and what they hide
 #
-# With `chunks`, each device sends its tokens in so many pieces, each while the experts compute the
-# one before. The result is the same; the program has an exchange there and one back for each:
+# With `chunks`, each device sends its tokens in several pieces. A piece travels while the experts
+# compute the piece before. The result is the same. Each piece needs one exchange for dispatch and
+# one for combine:
 
 # %%
 found, _ = layer(chunks=2)(x, router, experts)
@@ -411,9 +414,9 @@ for chunks in (1, 2):
     assert counts.forward["ragged_all_to_all"] == 2 * chunks
 
 # %% [markdown]
-# Whether they are hidden is for a compiler to say, and its schedule can be had without the machine.
-# With `pip install '.[tpu]'` this compiles a layer for eight TPU chips and plays the schedule;
-# it takes a minute, so it does not run here:
+# The compiler decides whether the exchanges are hidden. Its schedule needs no TPU. With `pip
+# install '.[tpu]'` the code below compiles a layer for eight TPU chips and simulates the schedule.
+# It takes a minute, so it does not run here:
 #
 # ```python
 # from jaxpar.testing import assert_overlapped
@@ -439,17 +442,17 @@ for chunks in (1, 2):
 # )
 # ```
 #
-# It passes; with `chunks=1` it fails, and names the transfers that are waited for. How many rows
-# travel depends on data, so it counts the most that shapes allow. For your own guess, and for a
-# picture, `jaxpar.schedule.timeline(compile_for(...), assumed=Assumptions(sent_rows=...))` and
-# `jaxpar predict module:function --plot timeline.png`.
+# It passes. With `chunks=1` it fails and names the transfers that the chip waits for. The number of
+# rows depends on data, so the check counts the most that the shapes allow. For your own estimate,
+# use `jaxpar.schedule.timeline(compile_for(...), assumed=Assumptions(sent_rows=...))`. For a
+# picture, use `jaxpar predict module:function --plot timeline.png`.
 #
 # ## In short
 #
-# - `routed_moe_layer` without options loses nothing; its buffers are those of the worst case.
-# - `capacity_factor` drops by a rule that you choose, `buffer_factor` saves memory and counts what
-#   overflows.
-# - Watch `largest_load`; even it out with the loss or with the bias.
-# - Chunks hide the exchange, and a compiler says whether they do.
+# - `routed_moe_layer` drops nothing by default. Its buffers fit the worst case.
+# - `capacity_factor` drops by a rule that you choose. `buffer_factor` saves memory and counts the
+#   overflow.
+# - Watch `largest_load`. Balance it with the loss or with the bias.
+# - Chunks can hide the exchange. The compiler's schedule shows whether they do.
 #
 # Next: [ring attention](11_ring_attention.ipynb).

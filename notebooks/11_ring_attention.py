@@ -16,17 +16,17 @@
 # %% [markdown]
 # # 11. Ring attention
 #
-# A sequence that does not fit on one device, and attention that wants all of it. Each device keeps
-# its queries; keys and values come past on a ring, and the softmax is put together as they do.
+# Attention needs the full sequence, but the sequence does not fit on one device. Each device keeps
+# its queries. Keys and values travel around a ring, and the softmax is computed block by block.
 #
-# 1. a softmax in pieces
+# 1. a softmax in blocks
 # 2. the ring by hand
 # 3. `ring_attention`
-# 4. causal, and who has the work: zigzag
+# 4. causal attention and load balance: zigzag
 # 5. packed documents
-# 6. what is sent and kept
+# 6. bytes sent and saved
 #
-# Compared with one device. Eight CPU devices, so nothing here measures speed.
+# Results are compared with one device. Eight CPU devices measure no speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -62,12 +62,12 @@ def whole(q, k, v, mask=True):
 
 
 # %% [markdown]
-# ## 1. A softmax in pieces
+# ## 1. A softmax in blocks
 #
-# Block by block of keys, keep three things of each query: the largest score so far, the `total`
-# of `exp(score - largest)`, and `out`, the sum of `exp(score - largest) v`. A block with a larger
-# maximum scales what was there by `exp(old - new)`. At the end the result is `out / total`. No
-# score is ever kept.
+# Process the keys block by block. For each query store three values: the largest score so far, the
+# `total` of `exp(score - largest)`, and `out`, the sum of `exp(score - largest) v`. If a block has
+# a larger maximum, scale `total` and `out` by `exp(old - new)`. The result is `out / total`. No
+# score is stored.
 
 
 # %%
@@ -99,8 +99,8 @@ print("four blocks, one softmax")
 # %% [markdown]
 # ## 2. The ring by hand
 #
-# The blocks are those of the other devices. The next one is sent for before this one is used, so
-# that it can travel meanwhile.
+# The blocks are now those of the other devices. The code requests the next block before it uses the
+# current one, so the transfer can overlap.
 
 
 # %%
@@ -128,13 +128,12 @@ check(jaxpar.jit(on_devices(by_hand))(q, k, v), whole(q, k, v))
 print(count_collectives(on_devices(by_hand), q, k, v))
 
 # %% [markdown]
-# Right, and its derivative keeps every block that came past and every score: autodiff of an
-# unrolled ring.
+# The result is right. But autodiff of an unrolled ring saves every received block and every score.
 #
 # ## 3. `ring_attention`
 #
-# The library's keeps q, k, v, the result and two numbers a query, and sends keys and values round
-# once more in the backward, with their gradients one step behind.
+# `ring_attention` saves q, k, v, the result and two numbers per query. In the backward pass, keys
+# and values travel around the ring again. Their gradients follow one step behind.
 
 
 # %%
@@ -151,14 +150,15 @@ for name, local in {"by hand": by_hand, "ring_attention": attend}.items():
 assert kept["ring_attention"] < kept["by hand"] / 4
 
 # %% [markdown]
-# ## 4. Causal, and who has the work
+# ## 4. Causal attention and load balance: zigzag
 #
-# If queries see only what is before them, a device with the first positions has nearly nothing to
-# do and the last one everything. All wait for it in each step. Give each device two chunks, one
-# from the front and one from the back, and all have the same.
+# In causal attention a query sees only earlier positions. The device with the first positions has
+# almost no work, and the device with the last positions has the most. In each step all devices wait
+# for the slowest. The *zigzag* order gives each device two chunks, one from the front and one from
+# the back. All devices then have the same work.
 
 # %%
-order = np.asarray(zigzag_order(LENGTH, 8))  # which position comes at which place
+order = np.asarray(zigzag_order(LENGTH, 8))  # the position at each place
 SEES = np.tri(LENGTH, dtype=bool)  # [q, k]
 
 
@@ -187,8 +187,8 @@ plt.show()
 assert work(order).max(axis=1).sum() < work(np.arange(LENGTH)).max(axis=1).sum() / 1.6
 
 # %% [markdown]
-# `order="zigzag"` is the default: lay the sequence out by `zigzag_order` first, positions and
-# labels alike, and nothing else changes. `np.argsort` of it goes back.
+# `order="zigzag"` is the default. Reorder the sequence by `zigzag_order` first, including positions
+# and labels. Nothing else changes. `np.argsort` of the order reverses it.
 
 
 # %%
@@ -204,8 +204,8 @@ print("both orders agree with one device")
 # %% [markdown]
 # ## 5. Packed documents
 #
-# Several documents in a row: `segments` says which position belongs to which, and queries see keys
-# of their own only.
+# One sequence can hold several documents. `segments` gives the document of each position, and
+# queries see only keys of their own document.
 
 # %%
 segments = np.repeat([0, 1, 2, 3], [10, 25, 5, 24])[None].repeat(BATCH, 0).astype(np.int32)
@@ -222,7 +222,7 @@ check(found, whole(q, k, v, SEES & alike))
 print(f"{SEES.sum()} pairs of a query and a key, {(SEES & alike).sum()} within documents")
 
 # %% [markdown]
-# Gradients are those of one device, too:
+# Gradients equal those of one device, too:
 
 
 # %%
@@ -237,11 +237,11 @@ for got, want in zip(found, wanted, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 # %% [markdown]
-# ## 6. What is sent and kept
+# ## 6. Bytes sent and saved
 #
-# Three ways to attend to a sequence over devices. A gather sends as much as the ring, and holds all
-# keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, and needs as many
-# heads as devices.
+# There are three ways to attend to a sharded sequence. A gather sends as much as the ring, and
+# holds all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, but needs
+# at least as many heads as devices.
 
 
 # %%
@@ -265,8 +265,8 @@ for name, local in table.items():
 # %% [markdown]
 # ## In short
 #
-# - A softmax can be put together block by block; keep a maximum and a sum a query.
+# - A softmax can be computed block by block, with a maximum and a sum per query.
 # - Zigzag gives all devices the same work in every step.
-# - `segments` for packed documents; fewer key and value heads than query heads work as they are.
+# - Use `segments` for packed documents. Key and value heads may be fewer than query heads.
 #
 # Next: [distillation](12_distillation.ipynb), with two meshes at once.

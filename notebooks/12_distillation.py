@@ -14,20 +14,20 @@
 # ---
 
 # %% [markdown]
-# # 12. Distillation, on two meshes at once
+# # 12. Distillation on two meshes at once
 #
-# A large teacher says what a small student should answer. The teacher only computes, the student
-# trains: two programs with nothing in common but a batch and its logits. Give each its own half of
-# the devices and its own parallelism, and let JAX's asynchronous dispatch run them side by side.
+# In distillation a small student learns the answers of a large teacher. The teacher only computes,
+# and the student trains. The two programs share only a batch and its logits. Each program gets half
+# of the devices and its own parallelism. JAX's asynchronous dispatch runs them at the same time.
 #
 # 1. two meshes
 # 2. a teacher and a student
 # 3. from one mesh to the other
-# 4. a loop that waits, and one that does not
+# 4. a loop that waits, and a loop that does not
 # 5. evidence: a profile of both halves
 #
-# Times on CPU devices are not those of accelerators. But *what runs while what runs* is measured
-# here, and is the point.
+# Times on CPU devices are not those of accelerators. This notebook measures only *which work
+# overlaps*.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -54,8 +54,8 @@ from jaxpar.layers import gated_mlp, mean_value_and_grad
 # %% [markdown]
 # ## 1. Two meshes
 #
-# A mesh is made of whichever devices you give it. The teacher is too large for one device and gets
-# tensor parallelism; the student is small and gets data parallelism.
+# A mesh can use any devices. The teacher is too large for one device, so it uses tensor
+# parallelism. The student is small and uses data parallelism.
 
 
 # %%
@@ -73,8 +73,8 @@ for name, mesh in zip(("teacher", "student"), meshes(jax.devices()), strict=True
 # %% [markdown]
 # ## 2. A teacher and a student
 #
-# Two jitted functions of global arrays. Each is compiled for its own mesh, and neither knows of the
-# other.
+# These are two jitted functions of global arrays. Each is compiled for its own mesh and is
+# independent of the other.
 
 # %%
 ROWS, WIDTH, HIDDEN, CLASSES = 1024, 128, 512, 32
@@ -145,8 +145,8 @@ def study(mesh):
 # %% [markdown]
 # ## 3. From one mesh to the other
 #
-# `jax.device_put` with a sharding of the other mesh copies, and reshards on the way. It is
-# dispatched like everything else: it returns at once, and waits for the logits on its own.
+# `jax.device_put` with a sharding of the other mesh copies an array and reshards it. It is
+# asynchronous too: it returns at once, and the copy starts when the logits are ready.
 
 # %%
 batches = [normal(ROWS, WIDTH) * ROWS**0.5 for _ in range(8)]
@@ -164,12 +164,11 @@ for _ in range(4):  # on one device
 np.testing.assert_allclose(logits, x @ w["head"], rtol=1e-3, atol=1e-2)
 
 # %% [markdown]
-# ## 4. A loop that waits, and one that does not
+# ## 4. A loop that waits, and a loop that does not
 #
-# The loops differ in one thing. The first waits for each program before it goes on, as one does by
-# accident with a `print(loss)` in the middle. The second asks for the teacher's *next* answer
-# before it lets the student learn from the last one, and never waits within the loop: losses are
-# kept as arrays, and read at the end.
+# The first loop waits for each program before it continues. A `print(loss)` in a loop does the same
+# by accident. The second loop never waits. It starts the teacher's *next* answer before the student
+# learns from the last one. It stores losses as arrays and reads them at the end.
 
 
 # %%
@@ -208,14 +207,14 @@ print("never:", " ".join(f"{loss:.2f}" for loss in losses[False]))
 np.testing.assert_array_equal(losses[True], losses[False])
 
 # %% [markdown]
-# The same losses to the last bit, on four and four devices.
+# The losses are bitwise equal. Each program ran on four devices.
 #
 # ## 5. Evidence
 #
-# `jax.profiler.trace` writes down every operation of every device, and `jax.profiler.ProfileData`
-# reads it. One thing is peculiar to CPU devices: JAX's CPU backend runs programs of *several*
-# devices one at a time, wherever they are. So the profile is of halves of one device each; chips
-# need no such care, and the code is the same.
+# `jax.profiler.trace` records every operation of every device. `jax.profiler.ProfileData` reads the
+# record. JAX's CPU backend runs programs on *several* devices one at a time, whichever devices they
+# use. The profile below therefore uses one device for each program. Chips do not have this limit,
+# and the code is the same.
 
 
 # %%
@@ -272,18 +271,19 @@ for name, share in both.items():
 assert both["waits"] < 0.05 < both["never waits"]
 
 # %% [markdown]
-# In the first picture the colours take turns, in the second they run side by side. These devices
-# share the same cores, so that the second is hardly shorter; on chips of their own the shorter of
-# the two is free.
+# In the first picture teacher and student alternate. In the second they run at the same time. These
+# devices share cores, so the second loop is hardly shorter. On separate chips the shorter program
+# costs no time.
 #
-# Choose the parts so that both take about the same time: `make_mesh(..., devices=...)` takes any,
-# and `jaxpar predict` says what each will take.
+# Choose the parts of the devices so that both programs take about the same time. `make_mesh(...,
+# devices=...)` takes any devices, and `jaxpar predict` predicts each time.
 #
 # ## In short
 #
-# - A mesh per program, each with its own parallelism.
-# - `jax.device_put` to the other mesh's sharding is asynchronous too.
-# - Dispatch the next step of one before you look at the other, and read no value within the loop.
-# - A profile says who was busy when.
+# - Give each program its own mesh and its own parallelism.
+# - `jax.device_put` to a sharding of the other mesh is asynchronous too.
+# - Dispatch the next step of one program before you wait for the other. Read no value within the
+#   loop.
+# - A profile shows which device was busy when.
 #
 # Next: [layouts](13_layouts.ipynb).

@@ -16,10 +16,9 @@
 # %% [markdown]
 # # 13. One model, five meshes
 #
-# A model says once which dimension of each of its parameters is which. What a mesh changes is one
-# small table, from names of dimensions to mesh axes. Everything else follows: specs, shards,
-# padding, the optimizer's state. The loss is the same on every mesh. At the end: what a wrong map
-# looks like, and a map that is made from the model itself.
+# A model names the dimensions of its parameters once. For each mesh, a small table maps these names
+# to mesh axes. Specs, shards, padding and the optimizer's state follow from the table. The loss is
+# the same on every mesh. The end shows a wrong map, and a map inferred from the model.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -41,7 +40,8 @@ from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded, infer_layo
 # %% [markdown]
 # ## The model
 #
-# Two blocks and a vocabulary of 50 words, which no mesh here divides. Plain functions of a pytree.
+# The model is a plain function of a pytree: two blocks and a vocabulary of 50 words. None of the
+# meshes here divides 50.
 
 # %%
 WIDTH, HIDDEN, WORDS = 16, 64, 50
@@ -67,12 +67,12 @@ def loss(params, tokens):
 # %% [markdown]
 # ## The rules
 #
-# A pattern matches the whole path of a parameter. Names of dimensions are counted, and their sizes
-# compared between arrays.
+# A pattern matches the full path of a parameter. The layout checks the number of dimension names,
+# and compares the size of each name between arrays.
 #
-# What is looked up in a table has the table's features, and the batch's rows. The batch lies over
-# `fsdp` by its rows, so a table does by its words, and never by its features: activations would
-# move from one to the other and back.
+# A row looked up in a table has the table's features. The batch is sharded over `fsdp` by rows.
+# Shard a table over `fsdp` by words, never by features. Otherwise activations would travel between
+# the two layouts.
 
 # %%
 RULES = {
@@ -91,9 +91,9 @@ MESHES = {
 }
 
 # %% [markdown]
-# ## Five trainings
+# ## Five training runs
 #
-# Nothing of the training knows of the mesh but the layout.
+# The training code depends on the mesh only through the layout.
 
 # %%
 tokens = np.random.default_rng(0).integers(0, WORDS, (16, 12))
@@ -142,7 +142,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# What each device holds, the most replicated first:
+# This table shows what each device holds, the most replicated arrays first:
 
 # %%
 layout = found["fsdp=2,tp=4"][0]
@@ -152,9 +152,9 @@ print(layout["blocks/0/up"].picture())
 # %% [markdown]
 # ## A wrong map
 #
-# Three mistakes: a misspelt pattern, which elsewhere replicates its parameters without a word;
-# names of dimensions in the wrong order; a vocabulary that the axis does not divide. All are found
-# at once, each with the edit that mends it.
+# This map has three mistakes: a misspelt pattern, dimension names in the wrong order, and a
+# vocabulary that the axis does not divide. Elsewhere a misspelt pattern silently replicates its
+# parameters. The error lists all three at once, each with an edit that fixes it.
 
 # %%
 wrong = RULES | {r"blocks/\d+/up": "hidden width"}
@@ -168,12 +168,12 @@ except LayoutError as error:
     print(error)
 
 # %% [markdown]
-# ## A map that fits, and is wrong
+# ## A map that fits and is wrong
 #
-# Of a square weight all dimensions divide, either way round, and the step computes the same. Only
-# what the compiler makes of it tells: `explain` compiles the step for a chip that is not there,
-# names for each weight the collectives that it causes, and flags what lies otherwise than what it
-# is multiplied with. The exchange is compiled too, so that its gain is known.
+# A square weight divides in either order of its dimensions, and the result is the same. Only the
+# compiled program shows the difference. `explain` compiles the step for a chip that this machine
+# does not have. It lists the collectives that each weight causes. It also marks a weight whose
+# layout does not match that of its operand, and compiles the exchanged layout to predict the gain.
 
 # %% tags=["varies"]
 square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
@@ -191,9 +191,9 @@ print(layout.explain(jax.grad(forward), "v5e:2x4", square))
 # %% [markdown]
 # ## A map from the model
 #
-# `infer_layout` follows the parameters through the function: dimensions that are multiplied with
-# each other are sharded alike. It returns an ordinary map, and says why if it is asked to. With
-# `target="v5e:2x4"` it compiles this map and plainer ones, and takes the fastest.
+# `infer_layout` follows the parameters through the function. It shards dimensions alike if they are
+# multiplied with each other. It returns an ordinary map and, on request, its reasons. With
+# `target="v5e:2x4"` it compiles this map and simpler ones, and takes the fastest.
 
 # %%
 shapes = jax.eval_shape(init, jax.random.key(0))
@@ -203,9 +203,10 @@ print(rules)
 # %% [markdown]
 # ## In short
 #
-# - Names of dimensions, once; a small table from names to axes, a mesh.
-# - Everything follows: specs, shards, padding, optimizer state, batches, checkpoints.
-# - What matches nothing, twice, or in the wrong order is refused, all at once.
-# - `explain` asks the compiler of the chip before you rent it.
+# - Name the dimensions once. A small table from names to axes gives the layout on a mesh.
+# - Specs, shards, padding, optimizer state, batches and checkpoints follow from it.
+# - The layout reports all mistakes at once: patterns that match nothing or match twice, and
+#   dimensions in the wrong order.
+# - `explain` asks the chip's compiler before you rent the chip.
 #
 # Next: [reading a schedule](14_schedules.ipynb).

@@ -14,22 +14,23 @@
 # ---
 
 # %% [markdown]
-# # 14. Reading a schedule, and a profile
+# # 14. Reading a schedule and a profile
 #
-# A collective that is hidden costs nothing, one that is not costs all of its time, and the source
-# looks the same. Two things tell them apart: the compiler's schedule, which can be had without the
-# machine, and a profile, which needs it.
+# A hidden collective costs nothing, and an exposed one costs all of its time. Both look the same in
+# the source. The compiler's schedule tells them apart without the chip. A profile tells them apart
+# on the chip.
 #
-# 1. a program for a chip that is not here
+# 1. a program for a chip that this machine does not have
 # 2. the schedule as text
 # 3. the schedule as a timeline
-# 4. what is exposed, and why
+# 4. exposed time and its causes
 # 5. the floor
-# 6. a test that keeps it hidden
-# 7. a profile, and the names in it
+# 6. a test that keeps a transfer hidden
+# 7. a profile and its names
 #
-# `pip install 'jax[tpu]'` brings the TPU compiler. Times are those of a model of the chip with
-# measured links; **they are no measurements**. What runs beside what is the compiler's own.
+# `pip install 'jax[tpu]'` installs the TPU compiler. Times come from a model of the chip with
+# measured links. **They are not measured.** The order of instructions, and so the overlap, comes
+# from the real compiler.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -54,10 +55,10 @@ from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 from jaxpar.testing import assert_overlapped
 
 # %% [markdown]
-# ## 1. A program for a chip that is not here
+# ## 1. A program for a chip that this machine does not have
 #
-# A target is a slice and a mesh over it. Arguments are shapes with specs. The program is a plain
-# gather and a matmul: rows of activations, columns of a weight.
+# A *target* is a slice of TPU chips and a mesh over it. Arguments are shapes with specs. The first
+# program is a plain gather and a matmul: activations sharded by rows, a weight sharded by columns.
 
 # %%
 chips = target("v5e:2x4", "tp=8")
@@ -86,9 +87,9 @@ programs = {fn.__name__: compile_for(mapped(fn), chips, *ARGS) for fn in (plain,
 # %% [markdown]
 # ## 2. The schedule as text
 #
-# `CompiledProgram.text` is the scheduled module: instructions in the order in which the chip will
-# run them. An asynchronous transfer is a pair, a `-start` and a `-done`; what stands between them
-# runs beside it. A collective without such a pair blocks.
+# `CompiledProgram.text` is the scheduled module. It lists instructions in the order in which the
+# chip runs them. An asynchronous transfer is a pair of `-start` and `-done`. It overlaps with the
+# instructions between them. A collective without such a pair blocks.
 
 # %% tags=["varies"]
 COLLECTIVES = r" (all-gather|collective-permute-start|collective-permute-done)\("
@@ -98,8 +99,9 @@ for name, program in programs.items():
 # %% [markdown]
 # ## 3. The schedule as a timeline
 #
-# `timeline` plays the text: instructions take the compiler's own cycles, transfers their bytes over
-# the links on their way, a done waits. Blue computes, orange travels, red waits.
+# `timeline` simulates the text. Instructions take the compiler's own cycle counts. Transfers take
+# their bytes over the links on their path, and a `-done` waits. Blue is computation, orange a
+# transfer, red waiting.
 
 # %% tags=["varies"]
 COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
@@ -122,14 +124,14 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The same picture of any function, with a trace for Perfetto, from the terminal:
+# This command draws the same picture of any function and writes a trace for Perfetto:
 #
 #     jaxpar predict model:layer --target v5e:2x4 --plot timeline.png --trace trace.json
 #
-# ## 4. What is exposed, and why
+# ## 4. Exposed time and its causes
 #
-# A wait has a name, that of the transfer, and a length. A transfer has what it covers: the compute
-# instructions between its start and its done.
+# *Exposed* time is time in which the chip waits for a transfer. Each wait has a length and the name
+# of its transfer. Each transfer *covers* the compute instructions between its start and its done.
 
 # %% tags=["varies"]
 for name, line in lines.items():
@@ -147,14 +149,16 @@ assert lines["ring"].exposed < lines["plain"].exposed / 4
 assert lines["ring"].sent_bytes <= lines["plain"].sent_bytes * 1.01
 
 # %% [markdown]
-# Three causes cover nearly all that is exposed: a collective that the compiler makes synchronous
-# (it covers nothing), one whose operand or user stands right beside it (it covers too little), and
-# one with too few columns to hide behind ([arithmetic](02_collectives.ipynb)).
+# Exposed time has three main causes:
+#
+# - The compiler makes a collective synchronous. It covers nothing.
+# - The producer or the user of a transfer is right next to it. It covers too little.
+# - There are too few columns to hide the transfer ([arithmetic](02_collectives.ipynb)).
 #
 # ## 5. The floor
 #
-# What no schedule beats: the longer of the matmul in one piece and the bytes alone, over both
-# directions of the ring.
+# No schedule is faster than the *floor*: the longer of the single full matmul and the transfer of
+# the bytes alone, over both directions of the ring.
 
 # %% tags=["varies"]
 floor = matmul_floor(chips, "mk,kn->mn", (M, K), (K, N // 8), 7 / 8 * M * K * 2)
@@ -163,14 +167,14 @@ for name, line in lines.items():
     print(f"{name:>6}: {line.total / floor.total:.2f} of the floor")
 
 # %% [markdown]
-# The ring waits little, and is not at the floor: eight matmuls of an eighth of the rows each
-# take longer than one of all rows. With more rows that price is smaller.
+# The ring waits little, but it is above the floor. Eight matmuls of an eighth of the rows take
+# longer than one of all rows. The difference shrinks with more rows.
 #
-# ## 6. A test that keeps it hidden
+# ## 6. A test that keeps a transfer hidden
 #
-# A schedule is as easily broken as a result: a cast too many, another layout, a new compiler. In a
-# test, `assert_overlapped` compiles and fails with what is waited for the longest. The ring passes,
-# the plain form does not:
+# An extra cast, another layout or a new compiler can break a schedule. In a test,
+# `assert_overlapped` compiles the program. It fails with the name of the longest wait. The ring
+# passes, and the plain program fails:
 
 
 # %% tags=["varies"]
@@ -185,12 +189,14 @@ except AssertionError as error:
     print(error)
 
 # %% [markdown]
-# ## 7. A profile, and the names in it
+# ## 7. A profile and its names
 #
-# On the machine itself the profiler measures. jaxpar's functions name what they do, so that a
-# profile says `all_gather_matmul[tp]` where an instruction says `fusion.121`. The compiled text has
-# the same names, and a profile its instructions; here is a profile of CPU devices, whose times mean
-# little and whose names are those of any device. For yours, open the folder in XProf or Perfetto.
+# On the chip itself, the profiler measures. jaxpar's functions name their operations. The profile
+# shows `all_gather_matmul[tp]` next to an instruction such as `fusion.121`. The compiled text holds
+# the same names.
+#
+# Here is a profile of CPU devices. Its times mean little, but its names are the same on every
+# device. Open the folder of your own profile in XProf or Perfetto.
 
 # %%
 mesh = jaxpar.make_mesh("tp=8")
@@ -222,9 +228,10 @@ for name in ("dot_general", "ppermute"):
 # %% [markdown]
 # ## In short
 #
-# - `compile_for` and `timeline`: the compiler's own order, under a model of the chip.
-# - Look at waits first; a wait's name leads to its transfer, what that covers to its cause.
+# - `compile_for` and `timeline` show the compiler's own order, simulated on a model of the chip.
+# - Look at waits first. The name of a wait leads to its transfer. What the transfer covers shows
+#   the cause.
 # - Compare with the floor, not with zero.
-# - `assert_overlapped` in a test.
+# - Use `assert_overlapped` in a test.
 #
 # Next: [several processes](15_processes.ipynb).

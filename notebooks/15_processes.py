@@ -14,19 +14,19 @@
 # ---
 
 # %% [markdown]
-# # 15. Several processes, and data of each host
+# # 15. Several processes, each with its own data
 #
 # On one machine a program sees all devices. On many hosts each process runs the same program and
-# sees its own; a mesh is over all of them. Two processes of four CPU devices each, on this machine,
-# behave like two hosts:
+# sees its own devices, while a mesh covers all of them. Here two processes with four CPU devices
+# each behave like two hosts:
 #
 # 1. a program of two processes
-# 2. each host its part of a batch
-# 3. what must be equal in all of them, and what happens if it is not
-# 4. a step that would hang, or compute garbage
+# 2. each host's part of a batch
+# 3. values that must be equal in all processes
+# 4. a step that would hang or compute garbage
 # 5. where the arrays are
 #
-# A notebook is one process, so this one starts two more, and sends both the same programs.
+# A notebook is one process. This one starts two more and sends both the same programs.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -53,13 +53,14 @@ import jaxpar
 # %% [markdown]
 # ## 1. A program of two processes
 #
-# `jaxpar.initialize` connects them; on Slurm, Kubernetes or a TPU pod it needs no arguments. If one
-# does not come it says which, instead of hanging. After it, `jax.devices()` are those of all.
+# `jaxpar.initialize` connects the processes. On Slurm, Kubernetes or a TPU pod it needs no
+# arguments. If a process is missing, `initialize` names it instead of hanging. Afterwards
+# `jax.devices()` lists the devices of all processes.
 
 
 # %%
 def free_port():
-    while True:  # below those that systems give to connections, or one could take it meanwhile
+    while True:  # below the ports that systems give to connections, so none is taken meanwhile
         port = random.randrange(20000, 32000)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -117,7 +118,7 @@ def run(program):
         lines = []
         while (line := process.stdout.readline()) not in ("done\n", ""):
             lines.append(line)
-        assert line, (folder / f"stderr_{rank}").read_text()  # it ended
+        assert line, (folder / f"stderr_{rank}").read_text()  # the process ended
         texts.append("".join(lines).rstrip("\n"))
         print(textwrap.indent(texts[-1], f"process {rank}: "))
     return texts
@@ -129,11 +130,11 @@ said = run("""
 assert all("4 of 8 devices" in text for text in said)
 
 # %% [markdown]
-# ## 2. Each host its part of a batch
+# ## 2. Each host's part of a batch
 #
-# No host should read the whole batch. A layout's `batch_part` says which part a process has
-# to read, and `place_batch` makes a global array of what each has. Here each row is its own
-# number, so that a sum tells whether all rows came, and once.
+# No host should read the full batch. A layout's `batch_part` says which part a process reads.
+# `place_batch` builds a global array from the parts. Here each row holds its own number, so a sum
+# shows that every row arrived once.
 
 # %%
 said = run("""
@@ -155,14 +156,14 @@ said = run("""
 assert all(f"sum {3 * sum(range(16))}" in text for text in said)
 
 # %% [markdown]
-# Without a layout, `jax.make_array_from_process_local_data(sharding, mine)` does the same for a
-# sharding of your own.
+# Without a layout, `jax.make_array_from_process_local_data(sharding, mine)` does the same for your
+# own sharding.
 #
-# ## 3. What must be equal in all of them
+# ## 3. Values that must be equal in all processes
 #
 # All processes must run the same program with the same shapes over the same mesh. If one differs, a
-# collective waits for ever, and says nothing. `jaxpar.agree` compares before, and says what differs
-# where. One process here read another configuration:
+# collective hangs silently. `jaxpar.agree` compares values first, and reports what differs and
+# where. Here one process has read another configuration:
 
 # %%
 said = run("""
@@ -176,14 +177,14 @@ said = run("""
 assert all("rate" in text for text in said)
 
 # %% [markdown]
-# It compares meshes, layouts, shapes and the text of a lowered program as well.
+# `jaxpar.agree` also compares meshes, layouts, shapes and the text of a lowered program.
 #
-# ## 4. A step that would hang, or compute garbage
+# ## 4. A step that would hang or compute garbage
 #
-# What is compared once can differ later: a branch that one process takes alone, a batch of another
-# shape. `jaxpar.guard` around a step compares each program that is new, before it runs. Process 1
-# takes a maximum where process 0 takes a sum, of the same shape: without a guard both would end
-# with status 0, and with garbage.
+# Values that agreed once can differ later. One process may take another branch, or receive a batch
+# of another shape. `jaxpar.guard` wraps a step and compares each new program before it runs. Below,
+# process 1 takes a maximum where process 0 takes a sum of the same shape. Without a guard both
+# would end with status 0 and wrong numbers.
 
 # %%
 said = run("""
@@ -210,15 +211,15 @@ for text in map(str.split, said):
     assert {"psum", "pmax"} < set(text)
 
 # %% [markdown]
-# A process that does not come, is killed, or compiles for minutes is told in the same way, with the
-# line that it is at, once the others have waited for longer than the limit:
+# The guard also reports a process that is missing, was killed, or compiles for minutes. It does so
+# when the others have waited longer than the limit, and names the line that the process is at:
 # [when a step hangs](../docs/hangs.md).
 #
 # ## 5. Where the arrays are
 #
-# A global array has shards on devices that this process cannot reach: `np.asarray` of it fails, and
-# `addressable_shards` are those at hand. Which rows of a `[16, 3]` batch over `dp=4,tp=2` each
-# process holds:
+# A global array has shards on devices that this process cannot reach. `np.asarray` of it fails.
+# `addressable_shards` lists the local shards. The picture shows which rows of a batch of 16 over
+# `dp=4,tp=2` each process holds:
 
 # %%
 said = run("""
@@ -258,13 +259,13 @@ assert [process.wait() for process in processes] == [0, 0]
 
 # %% [markdown]
 # Checkpoints follow the same rule: `layout.save` and `layout.restore` write and read each process's
-# own part. `jaxpar doctor` run on all hosts tries collectives between them before you do.
+# own part. Run `jaxpar doctor` on all hosts first to test collectives between them.
 #
 # ## In short
 #
-# - `jaxpar.initialize()` first, the same program everywhere.
-# - `batch_part` says what to read, `place_batch` makes it global.
-# - `jaxpar.agree(...)` before the first collective, for what is configured.
-# - `jaxpar.guard(step)` around the step, for what changes later.
+# - Call `jaxpar.initialize()` first, and run the same program everywhere.
+# - `batch_part` says what to read, and `place_batch` makes it global.
+# - `jaxpar.agree(...)` checks the configuration before the first collective.
+# - `jaxpar.guard(step)` checks what changes later.
 #
 # Next: [testing a collective of your own](16_testing.ipynb).

@@ -16,15 +16,15 @@
 # %% [markdown]
 # # 16. Testing a collective of your own
 #
-# The tools with which jaxpar tests itself, for yours:
+# jaxpar's own test tools work for your collectives too:
 #
 # 1. a collective of your own
-# 2. against NumPy, values and gradients
-# 3. on every mesh, by Hypothesis
-# 4. the classic mistake, and why two devices do not find it
-# 5. how often, how many bytes, and what hides
+# 2. comparison with NumPy, values and gradients
+# 3. every mesh, with Hypothesis
+# 4. the classic mistake, which two devices do not find
+# 5. counts and bytes
 #
-# Eight CPU devices; these tests need no others.
+# Eight CPU devices are enough for these tests.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -56,9 +56,9 @@ from jaxpar.testing import (
 # %% [markdown]
 # ## 1. A collective of your own
 #
-# With `ring_shift` you can write what `jax.lax` does not have. Say a cumulative sum along
-# a sharded sequence: sum locally, then let each device's total travel, and add those that come from
-# devices before you. `direction` is there so that we can break it.
+# With `ring_shift` you can write collectives that `jax.lax` lacks, such as a cumulative sum along a
+# sharded sequence. Each device sums its local rows. Then its total travels, and each device adds
+# the totals of the devices before it. `direction` lets us break the function later.
 
 
 # %%
@@ -67,17 +67,17 @@ def ring_cumsum(x, axis, direction=1):  # x: f32[m/n, k]
     sums = jnp.cumsum(x, axis=0)  # sums: f32[m/n, k]
     total = sums[-1]  # total: f32[k]
     for s in range(1, size):
-        total = jaxpar.ring_shift(total, axis, direction)  # now that of device i - s
+        total = jaxpar.ring_shift(total, axis, direction)  # now the total of device i - s
         sums = sums + jnp.where(s <= i, total, 0)
     return sums
 
 
 # %% [markdown]
-# ## 2. Against NumPy
+# ## 2. Comparison with NumPy
 #
-# `assert_matches_reference` wants the function of local blocks, the same function of global arrays
-# in plain NumPy, and the specs. It compares values *and* gradients, with `check_vma` on and off.
-# The tolerance follows from the dtype and the number of terms; there is nothing to tune.
+# `assert_matches_reference` takes the function of local blocks, a NumPy function of the global
+# arrays, and the specs. It compares values *and* gradients, with `check_vma` on and off. The
+# tolerance follows from the dtype and the number of terms.
 
 # %%
 tokens = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
@@ -98,17 +98,18 @@ cumsum_on(8)
 print("values and gradients as in NumPy, check_vma on and off")
 
 # %% [markdown]
-# ## 3. On every mesh
+# ## 3. Every mesh, with Hypothesis
 #
-# One mesh is one example. Bugs in collectives love the cases nobody tries: one device, odd rings,
-# two axes in the unusual order, one row a device. Hypothesis tries them for you; `jaxpar.testing`
-# has the strategies. Ten examples keep this page quick; give a real test a hundred. The input is
-# random on purpose: a block of ones looks like every other block.
+# One mesh is one example. Bugs in collectives hide in rare cases: one device, odd rings, two axes
+# in the unusual order, one row per device. Hypothesis generates such cases with the strategies of
+# `jaxpar.testing`. Ten examples keep this page quick. A real test should use a hundred.
+#
+# The input is random, because with equal blocks a test cannot see which block arrived.
 
 
 # %%
 def property_of(collective):
-    # A fixed seed and no explanations, so that a notebook says the same each time and soon.
+    # A fixed seed and no explanations, so that the notebook is quick and prints the same each time.
     @settings(
         max_examples=10,
         deadline=None,
@@ -142,9 +143,9 @@ print("ten random cases hold")
 # %% [markdown]
 # ## 4. The classic mistake
 #
-# The block moves the other way, so in step `s` what arrives is that of
-# device `i + s`. On one device, and on two, there is no difference: the next device *is* the
-# previous one. A test on two devices passes.
+# If a block moves in the wrong direction, the total of device `i + s` arrives in step `s`. On one
+# or two devices nothing changes: the next device *is* the previous one. A test on two devices
+# passes.
 
 # %%
 for devices in (1, 2):
@@ -159,10 +160,10 @@ assert "6 of 6 comparisons fail" in caught
 assert "mesh {'tp': 3}" in caught
 
 # %% [markdown]
-# Each line names the setting, the array, how many entries are wrong and the worst of them, with the
-# error it has and the error it may have. The last line is enough to run the case again.
+# Each line names the setting, the array and the number of wrong entries. It shows the worst entry
+# with its error and the allowed error. The last line is enough to run the case again.
 #
-# Hypothesis finds it without being told that three is the magic number:
+# Hypothesis finds the bug, although nothing told it to try three devices:
 
 
 # %% tags=["varies"]
@@ -178,14 +179,14 @@ print(caught.splitlines()[1], draws, sep="\n")
 assert "axis_sizes=(3,)" in draws
 
 # %% [markdown]
-# Three devices and one row each: nothing smaller can show this bug, and no test on two devices ever
-# will.
+# Three devices with one row each are the smallest case that shows this bug. No test on two devices
+# finds it.
 #
-# ## 5. How often, how many bytes
+# ## 5. Counts and bytes
 #
-# A test of what a program sends is exact, and costs no compilation. Here is what ours sends on
-# rings of several sizes beside a version that gathers all totals at once: the same bytes, and a
-# choice to make, between one collective that waits and n - 1 that can travel beside something.
+# A test of a program's transfers is exact and needs no compilation. The picture compares our ring
+# with a version that gathers all totals at once, for rings of several sizes. Both send the same
+# bytes. The choice is between one collective that waits and n - 1 transfers that can overlap.
 
 
 # %%
@@ -229,14 +230,14 @@ for ring, gathered in zip(*counts.values(), strict=True):
     assert ring.forward_bytes == gathered.forward_bytes
 
 # %% [markdown]
-# Whether what travels is hidden is the compiler's business: `jaxpar.testing.assert_overlapped`
-# compiles for a chip that is not there, and fails with the transfers that are waited for
+# The compiler decides whether transfers are hidden. `jaxpar.testing.assert_overlapped` compiles for
+# a chip that this machine does not have, and fails with the transfers that the chip waits for
 # ([schedules](14_schedules.ipynb)).
 #
 # ## In short
 #
-# - A NumPy reference, random input, gradients, `check_vma` on and off: one call.
-# - Three devices and more, several axes in every order: Hypothesis draws them.
-# - Count what is sent; a number that moves is a test that fails.
+# - One call compares with NumPy on random input: values and gradients, `check_vma` on and off.
+# - Hypothesis draws three or more devices, and several axes in every order.
+# - Count the bytes sent. A test fails if the number changes.
 #
 # Next: [from a slow step to a fast one](17_explain.ipynb).

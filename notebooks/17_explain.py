@@ -16,21 +16,21 @@
 # %% [markdown]
 # # 17. From a slow step to a fast one in six edits
 #
-# A training step gives right results and takes more than twice as long as it should. `explain`
-# compiles it for chips that are not here, says for each wait which line of yours it comes from and
-# why, and compiles it once more with each edit that might help. Here it is asked six times:
+# The training step below is right, but it takes more than twice as long as it should. `explain`
+# compiles it for chips that this machine does not have. For each wait it names the line and the
+# cause. It compiles the program again with each edit that might help. We ask it six times:
 #
 # 1. a step with six mistakes
 # 2. float32 on the wire
-# 3. an optimizer's state by another dimension
+# 3. an optimizer's state sharded by another dimension
 # 4. a gather in a loop
-# 5. a checkpoint that sends again
-# 6. a constraint that says too little
-# 7. devices in the order of their numbers
-# 8. what is left
+# 5. a constraint that says too little
+# 6. devices in the order of their numbers
+# 7. a checkpoint that sends again
+# 8. the result
 #
-# Times are those of a model of the chip; **they are no measurements**
-# ([schedules](14_schedules.ipynb)). What is asserted here: each edit gains what was predicted.
+# Times come from a model of the chip. **They are not measured** ([schedules](14_schedules.ipynb)).
+# The assertions check that each edit gains the predicted time.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -54,9 +54,9 @@ from jaxpar.schedule import compile_for, explain, target, timeline
 # %% [markdown]
 # ## 1. A step with six mistakes
 #
-# An MLP behind an embedding that is not trained, on 16 chips: the batch over `dp`, the width over
-# `tp`. The step uses nothing of jaxpar. It is a file of its own, `step.py`, because `explain` names
-# files and lines. Each mistake is one that people make; try to find them before you read on.
+# The step trains an MLP after a frozen embedding, on 16 chips. The batch is sharded over `dp` and
+# the width over `tp`. The computation uses nothing from jaxpar. `explain` names files and lines, so
+# the step is a file, `step.py`. All six mistakes are common. Try to find them before you read on.
 
 # %%
 STEP = """
@@ -126,9 +126,9 @@ def arguments(mesh):
 """.lstrip()
 
 # %% [markdown]
-# `compiled` is what a program of your own needs: a target, the mesh, the function, its arguments.
+# `compiled` shows what your own program needs: a target, the mesh, the function and its arguments.
 # In a terminal, `jaxpar explain step:make --target v5e:4x4 --mesh dp=2,tp=8 --html step.html` does
-# all of it, and writes a page with the timeline.
+# the same and writes a page with the timeline.
 
 # %%
 chips = target("v5e:4x4", "dp=2,tp=8")
@@ -150,7 +150,8 @@ steps = [("as it was", timeline(program))]
 # %% [markdown]
 # ## 2. Float32 on the wire
 #
-# The whole explanation, of one finding. `tries` says how many edits may be compiled.
+# This is the full explanation with one *finding*: a wait, its cause and an edit. `tries` limits how
+# many edits are compiled.
 
 # %% tags=["varies"]
 found = explain(program, tries=2, findings=1)
@@ -159,12 +160,12 @@ print(found)
 assert finding.cause == "wide dtype"
 
 # %% [markdown]
-# The gradients are computed in bfloat16 and kept in bfloat16; for the sum alone they are made
-# float32. The compiler has not taken that back, and could not: it is another result, by a rounding.
-# Sums over many devices may want it; here it is a sum of two.
+# The gradients are computed and stored in bfloat16, but the sum converts them to float32. The
+# compiler must not undo that, because the rounding would differ. A sum over many devices may need
+# float32. This one is over two.
 #
-# The edit, in the file. `mended` applies it, compiles the file, and holds the step's time against
-# what was predicted.
+# `mended` applies the edit to the file and compiles it. It compares the new time with the predicted
+# one.
 
 
 # %%
@@ -202,10 +203,10 @@ text, program = mended(
 )
 
 # %% [markdown]
-# ## 3. An optimizer's state by another dimension
+# ## 3. An optimizer's state sharded by another dimension
 #
-# What costs the most is not always what can be saved. From here on the finding that gains the most
-# is shown, of the few worst ones.
+# The largest cost is not always the largest gain. From here on we look at a few of the worst
+# findings and show the one with the largest gain.
 
 
 # %% tags=["varies"]
@@ -219,9 +220,9 @@ show(finding)
 assert finding.cause == "resharding"
 
 # %% [markdown]
-# The line has no collective: the partitioner put it in, because `m` lies otherwise than `g`. The
-# weight lies by its first dimension, its momentum by the second. Of the ways in which the arguments
-# could lie, some were compiled, and this one was the fastest.
+# The line has no collective. The partitioner inserted it because `m` and `g` are sharded
+# differently: the weight by its first dimension, its momentum by the second. `explain` compiled
+# several layouts of the arguments, and this one was the fastest.
 
 # %%
 text, program = mended(
@@ -240,8 +241,8 @@ show(finding)
 assert finding.cause == "sent twice"
 
 # %% [markdown]
-# The loop keeps activations small; the weight is the same on each trip. A compiler moves arithmetic
-# out of loops, and leaves collectives where they are.
+# The loop keeps activations small, but the weight is the same in each iteration. A compiler moves
+# arithmetic out of loops. It leaves collectives inside.
 
 # %%
 text, program = mended(
@@ -264,9 +265,9 @@ show(finding)
 assert finding.cause == "resharding"
 
 # %% [markdown]
-# `P(None, "tp")` was meant to cut rows by `tp`. What a spec leaves out is whole: each device gets
-# the rows of all of `dp`, and gives them away again one line later. Rows lie over `dp` already, and
-# nothing needs to be said.
+# `P(None, "tp")` was meant to shard rows over `tp` as well. But a spec replicates over every axis
+# that it does not name. Each device therefore receives rows of all of `dp`, and gives them away one
+# line later. Rows are already sharded over `dp`, so no constraint is needed.
 
 # %%
 text, program = mended(
@@ -285,10 +286,10 @@ show(finding)
 assert finding.cause == "links apart"
 
 # %% [markdown]
-# On 4 by 4 chips, numbers that differ by 8 are two links apart, and so are the neighbours along
-# `dp`. Over `dp` travel the embedding and all gradients. `make_mesh` gives its last axis the
-# nearest neighbours: the order of the axes is the order of their traffic. The specs name axes, and
-# stay as they are.
+# On 4 by 4 chips, devices whose numbers differ by 8 are two links apart. Neighbours along `dp`
+# differ by 8. The embedding and all gradients travel over `dp`. `make_mesh` gives its last axis the
+# nearest neighbours, so the axis with the most traffic comes last. The specs name axes and do not
+# change.
 
 # %%
 text, program = mended(
@@ -310,9 +311,9 @@ show(finding)
 assert finding.cause == "sent twice"
 
 # %% [markdown]
-# `jax.checkpoint` keeps nothing of the function, and computes it again in the backward pass: the
-# sum over `tp` included. The sum's result is small beside what is not kept, and costs a trip over
-# the links. Kept by name, it also spares the matmul that was summed.
+# `jax.checkpoint` saves nothing inside the function. The backward pass computes the function again,
+# and repeats the sum over `tp`. The result of the sum is small, but its transfer is slow. Save it
+# by name. The backward pass then also skips the matmul before the sum.
 
 # %%
 text, program = mended(
@@ -329,7 +330,7 @@ text, program = mended(
 )
 
 # %% [markdown]
-# ## 8. What is left
+# ## 8. The result
 
 # %% tags=["varies"]
 names, lines = zip(*steps, strict=True)
@@ -359,19 +360,22 @@ for finding in found.findings:
 assert not any(finding.gain for finding in found.findings)
 
 # %% [markdown]
-# Nothing that was tried makes it faster. This chip's compiler makes all three collectives
-# synchronous: nothing can run beside them, wherever they stand. What would help
-# is another algorithm, not another edit: rows over `tp` too, so that sums become gathers and
-# reduce-scatters beside matmuls ([overlapped matmuls](04_overlapped_matmuls.ipynb)), which pays
-# with larger matmuls than these; more rows for each sum of gradients; or a chip whose sums run
-# beside other work.
+# No edit that was tried makes the step faster. This chip's compiler makes all three remaining
+# collectives synchronous, so nothing can overlap with them. Other changes could help:
+#
+# - Another algorithm: shard rows over `tp` too. Sums then become gathers and reduce-scatters that
+#   overlap with matmuls ([overlapped matmuls](04_overlapped_matmuls.ipynb)). This pays off with
+#   larger matmuls than these.
+# - More rows for each sum of gradients.
+# - A chip whose sums overlap with other work.
 #
 # ## In short
 #
-# - `explain(compile_for(step, chips, *shapes))`: line, cause, edit, and what the edit gains.
-# - A gain is that of the whole program, compiled with the edit: here each held to the microsecond.
-# - An edit changes what waits the longest: make one, ask again.
-# - `jaxpar explain --json before.json`, then `--against before.json`: what the edit changed.
+# - `explain(compile_for(step, chips, *shapes))` gives the line, the cause, the edit and its gain.
+# - A gain belongs to the full program, compiled with the edit. Here the program confirms each
+#   prediction within 5%.
+# - An edit changes which wait is the longest. Make one edit and ask again.
+# - `jaxpar explain --json before.json`, then `--against before.json`, shows what an edit changed.
 # - All causes: [why is this step slow?](../docs/explain.md)
 #
 # Next: [every link of a torus](18_links.ipynb).

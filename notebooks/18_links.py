@@ -16,21 +16,20 @@
 # %% [markdown]
 # # 18. Every link of a torus
 #
-# A chip on a plane of a torus has four links. A ring uses two of them, whoever programs it. Two
-# rings that share no link use all four: `mode="multi-ring"`. This notebook draws them, checks
-# them, and compiles them:
+# A chip on a plane of a torus has four links. A ring uses only two of them. Two rings that share no
+# link use all four: `mode="multi-ring"`. This notebook draws, checks and compiles them:
 #
-# 1. what one ring leaves idle
+# 1. the idle links of one ring
 # 2. two rings that share no link
-# 3. other rectangles, and a cube
-# 4. what travels when
+# 3. other rectangles and a cube
+# 4. the transfers of each step
 # 5. the same result
-# 6. the timelines, and their floors
-# 7. when `"auto"` takes them
+# 6. timelines and floors
+# 7. the choice of `"auto"`
 #
-# Sixteen CPU devices stand for a plane of 4 x 4. Times are those of a model of the chip
-# ([schedules](14_schedules.ipynb)); **they are no measurements**. The page on it:
-# [below the floor](../docs/links.md).
+# Sixteen CPU devices represent a plane of 4 x 4. Times come from a model of the chip
+# ([schedules](14_schedules.ipynb)). **They are not measured.** See also the page [below the
+# floor](../docs/links.md).
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -51,18 +50,18 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.ring.steps import gather_steps  # the program, to draw it: not for your own code
+from jaxpar.ring.steps import gather_steps  # internal; used here to draw the program
 from jaxpar.schedule import compile_for, matmul_floor, target, timeline
 
 plt.rcParams.update({"figure.dpi": 150, "font.size": 11})
-RINGS = ("#0072B2", "#E69F00")  # a colour for each ring, and a dash
+RINGS = ("#0072B2", "#E69F00")  # each ring has a colour and a dash
 DASHES = ("solid", (0, (2.2, 0.9)))
 
 # %% [markdown]
-# ## 1. What one ring leaves idle
+# ## 1. The idle links of one ring
 #
-# A torus is a grid whose rows and columns close: the last device of each has a link to the first,
-# the wrap-around link. Its links, and those that a walk takes, are pairs of devices:
+# A torus is a grid whose rows and columns close. A *wrap-around* link joins the last device of a
+# row or column to the first. The code writes a link as a pair of devices:
 
 
 # %%
@@ -89,20 +88,20 @@ assert len(idle) == 16
 assert all(sum(device in link for link in idle) == 2 for device in range(16))  # two of four each
 
 # %% [markdown]
-# A ring is a walk through all devices that comes back to where it began: a *Hamiltonian cycle*.
-# Each device has one link to the next one and one to the one before. The other two are idle, for
-# as long as the collective takes.
+# A ring is a walk through all devices that returns to its start: a *Hamiltonian cycle*. It uses one
+# link to the next device and one to the previous device. The other two links are idle for the
+# entire collective.
 #
 # ## 2. Two rings that share no link
 #
-# What the first ring leaves is a second one: `jaxpar.edge_disjoint_rings` returns both. Such cycles
-# are called *edge-disjoint*.
+# The idle links of the first ring form a second ring. `jaxpar.edge_disjoint_rings` returns both.
+# Cycles that share no link are called *edge-disjoint*.
 
 # %%
 taken = links_of_walk(one) + links_of_walk(other)
-assert sorted(one) == sorted(other) == list(range(16))  # each goes through all devices
-assert len(taken) == len(set(taken)) == 32  # no link is in both, or twice in one
-assert set(taken) == links_of_torus((4, 4))  # together they are all links
+assert sorted(one) == sorted(other) == list(range(16))  # each ring visits all devices
+assert len(taken) == len(set(taken)) == 32  # no link is used twice
+assert set(taken) == links_of_torus((4, 4))  # together they use all links
 
 
 # %% tags=["docs/links_rings.png"]
@@ -151,16 +150,16 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Circles are devices. A line that leaves the grid is a wrap-around link; the small number is the
-# device at its other end. Heads show the order of the walk; blocks go both ways round each ring.
-# Ring 1 takes three steps along a row and one down; ring 2 is ring 1 with rows and columns
-# exchanged.
+# Circles are devices. A line that leaves the grid is a wrap-around link, and the small number is
+# the device at its other end. Arrowheads show the order of the walk. Blocks travel in both
+# directions. Ring 1 takes three steps along a row and one down. Ring 2 is ring 1 with rows and
+# columns exchanged.
 #
-# ## 3. Other rectangles, and a cube
+# ## 3. Other rectangles and a cube
 #
-# Every torus of m x n devices with sides of 3 or more splits into two such rings (Kotzig, 1973),
-# and one of three dimensions into three (Aubert and Schneider, 1982). A side of 2 has too few
-# links: the one to the next device and the wrap-around link are one and the same.
+# Every torus of m x n devices with sides of 3 or more splits into two such rings (Kotzig, 1973). A
+# torus of three dimensions splits into three (Aubert and Schneider, 1982). A side of 2 has too few
+# links: the link to the next device is also the wrap-around link.
 
 # %% tags=["docs/links_rectangle.png"]
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(7, 10))
@@ -184,11 +183,11 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## 4. What travels when
+# ## 4. The transfers of each step
 #
-# Each ring carries its own half of every block, both ways round. Both follow one program, a list of
-# steps. In print, `+1` is a transfer to the next device of a ring, `-1` one to the device before,
-# `/0` and `/1` are halves of what the ring carries, and rings count from 0.
+# Each ring carries one half of every block in both directions. Both rings follow one program, a
+# list of steps. In the output, `+1` is a transfer to the next device of a ring and `-1` a transfer
+# to the previous one. `/0` and `/1` are halves of the ring's share. Rings count from 0.
 
 # %%
 program = gather_steps(16, (1, -1), rings=2)
@@ -196,8 +195,8 @@ for step in (*program[:2], *program[-2:]):
     print(step)
 
 # %% [markdown]
-# The same program as device 0 sees it: in each step what comes in over its four links, and what
-# its matmul computes meanwhile. Numbers are those of the devices whose blocks they are.
+# The picture shows the program on device 0: what arrives over its four links in each step, and what
+# its matmul computes meanwhile. The number in a box is the device that owns the block.
 
 
 # %% tags=["docs/links_steps.png"]
@@ -219,11 +218,11 @@ SHARE = 0.9  # the height of half a block
 figure, panel = plt.subplots(figsize=(9, 4.6))
 used = []
 for number, step in enumerate(program):
-    for hop in step.blocks:  # under way beside this step's matmul, used in the next step
+    for hop in step.blocks:  # travels during this step's matmul, used in the next step
         height = SHARE if hop.half is None else SHARE / 2
         top = LANES.index((hop.ring, hop.direction)) + (SHARE - height) / 2
         box(panel, number, top, height, owner(hop, step.distance + 1), hop.ring)
-    # Two halves of what a ring carries, one from each side, are one owner's.
+    # Two halves of a ring's share, one from each side, belong to one owner.
     hops = step.hops[::2] if step.hops and step.hops[0].half is not None else step.hops
     if not hops:
         box(panel, number, 5, 2 * SHARE, "its own\nblock")
@@ -245,14 +244,14 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A box is half a block: ring 1 has the first half of the rows, ring 2 the second one. What comes in
-# during a step is multiplied in the next. Step 0 has this device's own block to compute with, steps
-# 1 to 7 four halves each. The block of the device opposite comes from both sides of each ring, in
-# quarters. In step 8 nothing is left to send.
+# A box is half a block. Ring 1 carries the first half of the rows, ring 2 the second half. What
+# arrives in one step is multiplied in the next. Step 0 multiplies the local block, steps 1 to 7
+# four halves each. The opposite device's block arrives in quarters from both sides of each ring.
+# Step 8 sends nothing.
 #
 # ## 5. The same result
 #
-# A gather and a matmul on sixteen CPU devices, naive and by two rings.
+# This is a gather and a matmul on sixteen CPU devices, naive and with two rings.
 
 # %%
 plane = jaxpar.make_mesh("x=4,y=4")
@@ -277,10 +276,10 @@ print(f"equal; {sends} transfers in the program")
 assert sends == sum(len(step.blocks) for step in program) == 4 * 8
 
 # %% [markdown]
-# ## 6. The timelines, and their floors
+# ## 6. Timelines and floors
 #
-# Now compiled for planes of v5p: 64 chips as `dp=4,x=4,y=4`, where `make_mesh` has laid `x` and `y`
-# along two dimensions of the torus. `ring_hops` counts links: every step of both rings is one.
+# Now we compile for v5p: 64 chips as `dp=4,x=4,y=4`. `make_mesh` lays `x` and `y` along two
+# dimensions of the torus. `ring_hops` counts links. Every step of both rings uses one link.
 
 # %%
 chips = target("v5p:4x4x4", "dp=4,x=4,y=4")
@@ -292,15 +291,15 @@ for ring in jaxpar.edge_disjoint_rings(chips.mesh, AXES):
     assert (hops == 1).all()
 
 # %% [markdown]
-# Each group of 16 gathers the rows of `x`, and multiplies them by its columns of a weight. The
-# floors are the longer one of the matmul in one piece and the bytes alone: over two links, which is
-# all that one ring has, and over four.
+# Each group of 16 gathers the rows of `x` and multiplies them by its columns of a weight. A *floor*
+# is the longer of the single full matmul and the transfer of the bytes alone. We compute one floor
+# for the two links of one ring, and one for all four links.
 
 # %% tags=["varies"]
 M, K, N = 16384, 8192, 8192
 MODES = {"naive": "naive", "one ring": "bidirectional", "two rings": "multi-ring"}
 ROWS = P(("dp", *AXES))
-kept = tempfile.mkdtemp()  # "auto" is one of the others: nothing is compiled twice
+kept = tempfile.mkdtemp()  # "auto" is one of the other modes, so nothing is compiled twice
 
 
 def compiled(mode, rows=M):
@@ -367,14 +366,14 @@ for name, links in (("one ring", 2), ("two rings", 4)):
     assert not any(event.synchronous for event in transfers)
 
 # %% [markdown]
-# Both programs are bound by what travels; two rings have twice the links for it. Their price is
-# smaller pieces: twice as many matmuls, of half the rows each. Here that costs little. (Cuts are of
-# blocks that travel in parts: the own one before anything leaves, the last one in quarters.)
+# Transfers limit both programs, and two rings have twice the links. Their cost is smaller pieces:
+# twice as many matmuls of half the rows each. Here that cost is small. (Cuts split blocks that
+# travel in parts: the local block before the first send, and the last block into quarters.)
 #
-# ## 7. When `"auto"` takes them
+# ## 7. The choice of `"auto"`
 #
-# With few rows the pieces are so small that they cost more than the links gain. `"auto"` reckons
-# with that, by a model; `jaxpar tune` tries all modes in your own program.
+# With few rows the small pieces cost more than the links gain. `"auto"` predicts this with a model.
+# `jaxpar tune` tries all modes in your own program.
 
 # %% tags=["varies"]
 print("rows    " + "".join(f"{name:>12}" for name in (*MODES, "auto")))
@@ -389,9 +388,9 @@ assert totals[M]["auto"] == totals[M]["two rings"] == min(totals[M].values())
 assert totals[256]["auto"] == totals[256]["naive"] < totals[256]["two rings"]
 
 # %% [markdown]
-# It takes them only on a mesh of `make_mesh` whose axes are closed rings of links. A slice of v6e
-# or v5e has wrap-around links along dimensions of 16 alone. On 4 x 4 of its chips `make_mesh` finds
-# a closed ring for one axis, a square of neighbours, and none for the other.
+# `"auto"` takes two rings only on a mesh of `make_mesh` whose axes are closed rings of links. A
+# slice of v6e or v5e has wrap-around links only along dimensions of 16. On 4 x 4 of its chips
+# `make_mesh` finds a closed ring for one axis, a square of neighbours, and none for the other.
 
 # %%
 for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items():
@@ -403,10 +402,11 @@ for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items(
 # %% [markdown]
 # ## In short
 #
-# - A ring uses two links of a chip. Two edge-disjoint rings use the four of a plane, three the six
-#   of a cube.
-# - `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
-# - `jaxpar.edge_disjoint_rings(mesh, axes)` says which rings, `ring_hops` whether they have links.
-# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares
-#   them, with their floors.
-# - Figures, and what is not known: [below the floor](../docs/links.md).
+# - A ring uses two links of a chip. Two edge-disjoint rings use all four of a plane, and three use
+#   all six of a cube.
+# - Use `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
+# - `jaxpar.edge_disjoint_rings(mesh, axes)` returns the rings. `ring_hops` counts the links of each
+#   step.
+# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares modes
+#   with their floors.
+# - Figures and open questions: [below the floor](../docs/links.md).

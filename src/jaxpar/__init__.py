@@ -1,4 +1,4 @@
-"""Collective matmuls, ring collectives, layers and experts for `jax.shard_map` by hand."""
+"""Collective matmuls, ring collectives, layers and experts for manual `jax.shard_map`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Compiles for chips that are not there, and shows which communication their programs expose."""
+"""Compiles for chips that need not be there, and shows exposed communication."""
 
 from typing import TYPE_CHECKING
 

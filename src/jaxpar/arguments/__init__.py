@@ -1,1 +1,1 @@
-"""What public functions are given: their calls, checks, types and errors."""
+"""Arguments of public functions: calls, checks, types and errors."""

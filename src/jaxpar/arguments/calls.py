@@ -1,4 +1,4 @@
-"""Calls of public functions: what `help` shows of them, errors name and profiles show."""
+"""Calls of public functions: as `help`, errors and profiles show them."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Shown = TypeVar("Shown")
 
-# What other libraries, and earlier versions, call an argument, and what it is called here.
+# Names of arguments in other libraries and earlier versions, and their names here.
 ELSEWHERE = {
     "axis_name": ("axis", "name the mesh axis as axis"),
     **dict.fromkeys(("axis_names", "axis_shapes"), ("axes", "give names with their sizes as axes")),
@@ -36,16 +36,15 @@ _called: ContextVar[str | None] = ContextVar("called", default=None)
 
 
 def called(otherwise: str = "jaxpar") -> str:
-    """Returns the name of the public function that the user called, if any was."""
+    """Returns the name of the public function that the user called."""
     return _called.get() or otherwise
 
 
 def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[Given, Result]:
-    """Has errors inside name the function that was called, and profiles show it with its axis.
+    """Makes errors and profiles show a function's name, and `help` readable annotations.
 
-    Of calls within calls the first one names the errors: the user knows that one. `help` shows the
-    annotations as the source has them, names for types written out. A function without a parameter
-    `axis` may say here which it is `over`.
+    In nested calls, errors name the outer function. A function without an `axis` gives its axes as
+    `over`.
     """
     takes = signature(function).parameters
     place = list(takes).index("axis") if "axis" in takes else None
@@ -66,7 +65,7 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
 def _check_fit(
     function: Any, takes: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises where arguments have names that there are not, or are too many without one."""
+    """Raises if arguments have unknown names, or too many have none."""
     kinds = {name: parameter.kind for name, parameter in takes.items()}
     usage = USAGE.get(function.__qualname__, "")
     unknown = next((name for name in kwargs if name not in takes), None)
@@ -92,18 +91,12 @@ def _check_fit(
 
 
 class _Text(str):
-    """An annotation that is shown without quotes."""
-
     def __repr__(self) -> str:
         return str(self)
 
 
 def readable(shown: Shown) -> Shown:
-    """Has `help` show a function's or a class's annotations, which are strings, as a reader would.
-
-    Evaluated they are unions of classes of jax that no user knows, and names that are open here.
-    Aliases of the module are written out.
-    """
+    """Makes `help` show annotations without quotes, with aliases expanded."""
     known = vars(sys.modules[shown.__module__])
 
     def meaning(name: re.Match[str]) -> str:
@@ -123,26 +116,25 @@ def readable(shown: Shown) -> Shown:
 
 
 def _written(alias: Any) -> str:
-    """An alias for a choice or a dictionary, as one writes it; empty for other values."""
+    """Returns the text of an alias for literals or dictionaries, else nothing."""
     parts = get_args(alias) if get_origin(alias) in (Union, UnionType) else (alias,)
     if not all(part is NoneType or get_origin(part) in (Literal, dict) for part in parts):
-        return ""  # jax's own, which users know by their names
+        return ""  # types of JAX: users know their names
     texts = ("None" if part is NoneType else str(part).removeprefix("typing.") for part in parts)
     return " | ".join(texts)
 
 
 def value_error(text: str) -> ValueError:
-    """Returns an error that names the public function that the user called."""
+    """Returns an error that names the called function."""
     return ValueError(f"{called()}: {text}")
 
 
 def type_error(text: str) -> TypeError:
-    """As `value_error`."""
     return TypeError(f"{called()}: {text}")
 
 
 def of_user(function: Any, argument: str) -> Callable[..., Any]:
-    """Has errors in a function that a user gave, as `argument`, name what is called in there."""
+    """Returns a user's function; errors inside name what it calls."""
     if not callable(function):
         raise type_error(f"{argument} must be a function, got {function!r}")
 
@@ -156,7 +148,7 @@ def of_user(function: Any, argument: str) -> Callable[..., Any]:
 
 @contextmanager
 def naming(name: str | None) -> Generator[None]:
-    """Has errors inside bear this name; None: that of what is called inside."""
+    """Makes errors inside show this name; None: the name of the function called inside."""
     token = _called.set(name)
     try:
         yield
@@ -165,18 +157,18 @@ def naming(name: str | None) -> Generator[None]:
 
 
 def _scope(function: Any, axis: Any) -> str:
-    names = getattr(axis, "names", axis)  # of an Axis
+    names = getattr(axis, "names", axis)  # from an Axis
     names = (names,) if isinstance(names, str) else names
-    if not isinstance(names, tuple | list):  # no axis, or a wrong one, which the function refuses
+    if not isinstance(names, tuple | list):  # no axis, or a wrong one that the function refuses
         return function.__qualname__
     return f"{function.__qualname__}[{','.join(map(str, names))}]"
 
 
 def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function as one compiled program where JAX would evaluate operation by operation.
+    """Calls a function as one compiled program inside an eager `jax.shard_map`.
 
-    That is in a `jax.shard_map` that is evaluated without `jax.jit`: hundreds of compilations for
-    one ring, at every call. Nothing is kept for the next call: functions may read what changes.
+    Otherwise JAX compiles every operation by itself. The program is not cached, since functions may
+    read changing values.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args, **kwargs)
@@ -195,5 +187,4 @@ def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _is_evaluated(x: Any) -> bool:
-    """Whether x has a value on each device already. Only its class's name shows it."""
     return type(x).__name__ == "ShardMapTracer"

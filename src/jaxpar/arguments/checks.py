@@ -1,4 +1,4 @@
-"""What all public functions check of their arguments, in one wording."""
+"""Checks of the arguments of public functions, in one wording."""
 
 import operator
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import checks_varying, varying_axes
 
-# The remedies for shards, and for partial sums, that are replicated.
+# The remedies for replicated shards, and for replicated partial sums.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
 PARTIAL_SUMS = "shard in in_specs what it is made of, or leave out a sum that was made already"
 _SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
-# All axes along which a call in this process asked for operands that vary.
+# All axes over which a call in this process required varying operands.
 _asked: set[str] = set()
 
 
 def check_precision(precision: Any) -> None:
-    """Raises unless `precision` is that of both operands of a matmul."""
+    """Raises unless one `precision` is for both operands of a matmul."""
     if isinstance(precision, (tuple, list)):
         raise type_error(
             f"precision must be one value for both operands, got {precision!r}; "
@@ -32,9 +32,9 @@ def check_precision(precision: Any) -> None:
 
 
 def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False) -> int:
-    """Returns `dim` counted from the front, or raises if the local `shape` has no such dimension.
+    """Returns `dim` counted from the front, or raises if `shape` has no such dimension.
 
-    With `stacked`, `dim` is a new dimension's place in the result.
+    With `stacked`, `dim` is a new dimension of the result.
     """
     dim, rank = _as_integer(argument, dim), len(shape) + stacked
     if not -rank <= dim < rank:
@@ -55,7 +55,7 @@ def check_divides(
     *,
     exactly: bool = False,
 ) -> None:
-    """Raises unless the ring's size divides (or, `exactly`, equals) dimension `dim` of `shape`."""
+    """Raises unless the ring's size divides dimension `dim`, or equals it with `exactly`."""
     size = shape[dim]
     if exactly and size != ring.size:
         raise value_error(
@@ -79,7 +79,7 @@ def check_whole(
     high: int | None = None,
     what: str = "",
 ) -> int:
-    """Returns a whole number from `low` to `high`, which is `what`."""
+    """Returns an integer from `low` to `high`, which is `what` in errors."""
     given = _as_integer(argument, given)
     if (low is not None and given < low) or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}, {what}"
@@ -91,7 +91,7 @@ def _as_integer(argument: str, given: Any) -> int:
     try:
         if not isinstance(given, bool):
             return operator.index(given)
-    except TypeError:  # of arrays, too, and of what is traced
+    except TypeError:  # arrays and traced values, too
         pass
     known = " known while tracing" if isinstance(given, Tracer) else ""
     raise type_error(
@@ -100,7 +100,7 @@ def _as_integer(argument: str, given: Any) -> int:
 
 
 def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
-    """Returns what a user gave as an array, or raises if it is none, or has no such `use`."""
+    """Returns a user's array, or raises if it has no such `use`."""
     try:
         x = jnp.asarray(given)
     except (TypeError, ValueError):
@@ -112,14 +112,14 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
         name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
         kind = type(given).__name__
         if isinstance(given, np.ndarray):
-            kind = f"{kind} of {given.dtype}"  # such as of texts
+            kind = f"{kind} of {given.dtype}"  # such as an array of texts
         raise type_error(
             f"{argument} is {name}of type {kind}, and no array of JAX; {remedy}"
         ) from None
     if use and jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        instead = "give numbers" if use == "product" else "leave it out"  # a leaf of a tree
+        instead = "give numbers" if use == "product" else "leave it out"  # x is a leaf of a tree
         raise type_error(f"{argument} is {x.dtype}{list(x.shape)}, which has no {use}; {instead}")
-    if use == "sum" and x.dtype == bool:  # some of JAX's own count, some are an "or", some raise
+    if use == "sum" and x.dtype == bool:  # JAX's sums of bools count, are an "or", or raise
         raise type_error(f"{argument} is bool{list(x.shape)}, which has no sum; cast it to int32")
     return x
 
@@ -127,10 +127,9 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
 def check_own(
     argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
 ) -> None:
-    """Raises if `given` is typed as replicated, where each device of the ring needs its own `what`.
+    """Raises if `given` is typed as replicated, but each device needs its own `what`.
 
-    Of several arrays that are combined, one that varies is enough. A loss is no `operand`, so
-    `check_uncast` does not look for it.
+    One varying array of several is enough. `check_uncast` ignores what is not an `operand`.
     """
     if not checks_varying(ring.names):
         return
@@ -152,8 +151,7 @@ def check_own(
 def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
     """Raises as `check_own` does if an operand of `function` varies only by our own cast.
 
-    A transform makes `given` varying, so that each device has its own gradient. This hides that an
-    operand is replicated. So `function` is traced once more, without the cast.
+    `function` is traced again without the cast, which a transform needs.
     """
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
     added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
@@ -161,8 +159,8 @@ def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any
         return
     try:
         jax.eval_shape(lambda given: function(given, *args), given)
-    except Exception as error:  # JAX's own may come from loops whose carry was cast: not ours
+    except Exception as error:  # JAX may raise for loops whose carry was cast: ignore this
         refused, found, how = str(error).rpartition(_PCAST)
         if found:
-            refused = refused.rpartition(_SAY_SO)[0]  # of a transform in there
+            refused = refused.rpartition(_SAY_SO)[0]  # from a nested transform
             raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None

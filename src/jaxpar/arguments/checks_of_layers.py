@@ -1,4 +1,4 @@
-"""What layers and experts check of their arguments besides: numbers, tokens, sequences."""
+"""Checks of layers' and experts' arguments: numbers, tokens, sequences."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from jaxpar.axis.varying import varying_axes
 def check_number(
     argument: str, given: Any, high: float | None = None, *, finite: str = ""
 ) -> float:
-    """Returns a number from 0 to `high` that is known while tracing.
+    """Returns a static number from 0 to `high`.
 
-    Infinity is one, but where `finite` says what to give instead.
+    `finite` says what to give in place of infinity, if that is not allowed.
     """
     if isinstance(given, bool) or not isinstance(given, int | float | np.number):
         raise type_error(
@@ -34,7 +34,7 @@ def check_number(
 
 
 def check_softcap(given: Any, otherwise: str) -> float | None:
-    """Returns a bound of scores or logits, None for none; `otherwise` says what that leaves."""
+    """Returns a bound of scores or logits, or None; `otherwise` is the remedy in errors."""
     if given is None:
         return None
     softcap = check_number("softcap", given, finite=otherwise)
@@ -44,9 +44,9 @@ def check_softcap(given: Any, otherwise: str) -> float | None:
 
 
 def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
-    """Returns an array of integers, or raises for what is none.
+    """Returns an array of integers, or raises.
 
-    Of NumPy's integers of 64 bits JAX keeps 32, without a word, unless it is told to have 64.
+    It also raises if NumPy's 64-bit values do not fit into JAX's 32 bits.
     """
     x = as_array(argument, given, use="")
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -60,7 +60,6 @@ def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
 
 
 def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
-    """Raises if `tokens` are typed as varying over the ring."""
     varying = sorted(varying_axes(tokens) & set(ring.names))
     if varying:
         raise value_error(
@@ -71,7 +70,7 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension counted from the front, which must not be the last, or None."""
+    """Returns the dimension counted from the front, or None; raises for the last one."""
     if sequence_dim is None:
         return None
     dim = check_dim("sequence_dim", sequence_dim, shape)
@@ -84,5 +83,5 @@ def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...])
 
 
 def as_signed(tokens: Array) -> Array:
-    """`tokens` in a signed dtype of 32 bits or more: differences of them can be negative."""
+    """Returns `tokens` in a signed dtype, so that differences can be negative."""
     return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

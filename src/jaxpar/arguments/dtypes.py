@@ -1,4 +1,4 @@
-"""The numerical contract: in which dtype sums are kept, results are returned, and data travel."""
+"""The dtypes in which sums are computed, results are returned, and data travel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ else:
 
 
 def sum_dtype(dtype: DTypeLike) -> Any:
-    """The dtype of a matmul's partial sums: float32 or int32 for what is narrower."""
+    """Returns the dtype of a matmul's partial sums: at least 32 bits."""
     return result_dtype(addition_dtype(dtype))
 
 
 def addition_dtype(dtype: DTypeLike) -> Any:
-    """The dtype in which arrays are summed over devices: float32 for narrower floats.
+    """Returns the dtype of sums over devices: float32 for narrower floats.
 
-    Integers need no more room than the result has: they wrap around alike.
+    Integers keep theirs: a wider sum would wrap around to the same result.
     """
     dtype = jnp.dtype(dtype)
     narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
@@ -36,7 +36,7 @@ def addition_dtype(dtype: DTypeLike) -> Any:
 
 
 def result_dtype(dtype: DTypeLike) -> Any:
-    """The dtype of a matmul's result: that of its operands, but 32 bits for narrower integers."""
+    """Returns the dtype of a matmul's result: the operands', but at least 32 bits for integers."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer):
         return jnp.dtype("int32" if jnp.issubdtype(dtype, jnp.signedinteger) else "uint32")
@@ -44,7 +44,7 @@ def result_dtype(dtype: DTypeLike) -> Any:
 
 
 def common_dtype(first: Any, second: Any) -> Any:
-    """The dtype that holds two of a kind, without JAX's promotion rules, which users may set."""
+    """Returns the dtype that holds two of a kind, without JAX's promotion rules."""
     if first == second:
         return first
     if first.itemsize == second.itemsize and jnp.issubdtype(first, jnp.floating):
@@ -53,7 +53,6 @@ def common_dtype(first: Any, second: Any) -> Any:
 
 
 def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
-    """Returns the dtype that a user named, None for None."""
     if dtype is None:
         return None
     try:
@@ -82,11 +81,7 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
 
 
 def dtypes_of_sums(given: Any, preferred: Any, wire: Any) -> tuple[Any, Any]:
-    """Returns the dtype of a matmul's result, and that in which its partial sums travel.
-
-    Raises unless a `preferred` one can hold products of operands that are `given`, and a wire their
-    sums.
-    """
+    """Returns the dtypes of a matmul's result and of its partial sums in transfer, or raises."""
     if preferred is not None:
         check_holds("preferred_element_type", preferred, given, "products")
     check_wire(wire, sum_dtype(given) if preferred is None else preferred)
@@ -95,12 +90,12 @@ def dtypes_of_sums(given: Any, preferred: Any, wire: Any) -> tuple[Any, Any]:
 
 
 def loses_parts(added: Any, dtype: Any) -> bool:
-    """Whether sums of `dtype` lose fractions or imaginary parts of what is added, or are none."""
+    """Returns whether sums of `dtype` lose fractions or imaginary parts, or bools are added."""
     is_less = _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(added))
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
-_KINDS = ("an integer", "a float", "a complex")  # each holds what the ones before hold
+_KINDS = ("an integer", "a float", "a complex")  # each kind includes those before it
 
 
 def kind_of_dtype(dtype: Any) -> str:
@@ -110,38 +105,35 @@ def kind_of_dtype(dtype: Any) -> str:
 
 
 def is_wide_float(dtype: Any) -> bool:
-    """Whether a dtype is of real floats of 16 bits or more."""
+    """Returns whether a dtype is of real floats of 16 bits or more."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 1
 
 
 @readable
 @dataclass(frozen=True)
 class LowBit:
-    """How floats travel in 8 bits: in blocks of a row, each with a scale of its own.
+    """A format in which floats travel: 8 bits, and a scale for each block of a row.
 
-    For `wire_dtype`, in whose place the dtype alone has the defaults of the rest.
+    Give it as `wire_dtype`. A dtype alone, such as `"int8"`, has the defaults.
 
     Args:
-      dtype: `"int8"`, or `"float8_e4m3fn"`, which is less exact but for rows whose largest numbers
-        are hundreds of times the others.
-      columns: at most so many neighbours along a row share a scale, the largest divisor of its
-        length. None: all of a row.
-      sums: the dtype in which partial sums travel. None: their own. Of 8 bits, with scales as what
-        is gathered, they are rounded at every hop of a ring, and once by a collective; `dtype`
-        must be the same.
-      cotangents: whether what the backward pass gathers of cotangents travels so, too.
+      dtype: `"int8"`, or `"float8_e4m3fn"`, which is more exact only if a row's largest numbers are
+        hundreds of times the others.
+      columns: largest size of a block; blocks divide the row evenly. None: the full row.
+      sums: dtype in which partial sums travel. None: their own. 8-bit sums have `dtype`, and are
+        rounded at every hop of a ring, and once by a collective.
+      cotangents: whether the backward pass gathers cotangents in 8 bits, too.
 
-    A row is along an array's last dimension other than the gathered one. The scale is the largest
-    magnitude of a block over the largest number of the dtype, in float32. A number that is not
-    finite makes its block NaN. Arrays of one dimension, integers, complex numbers, and rows of
-    fewer than 32 numbers travel as they are.
+    Rows are along the last dimension that is not gathered. A scale is a block's largest magnitude
+    over the dtype's largest number, in float32. A number that is not finite makes its block NaN.
+    Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 
     Raises:
-      TypeError: another dtype, or other sums of 8 bits.
-      ValueError: fewer columns than 1.
+      TypeError: the dtype is another one, or `sums` is another 8-bit dtype.
+      ValueError: columns is less than 1.
 
-    Cost: a block is read twice and written once before it leaves; half of bfloat16's bytes travel,
-    and 4 a block. Values are rounded once, int8 by at most 1/254 of their block's largest.
+    Cost: a block is read twice and written once. Half of bfloat16's bytes travel, and 4 for its
+    scale. int8 rounds by at most 1/254 of a block's largest number.
 
     Example:
       >>> Axis("tp", wire_dtype=LowBit("int8", columns=256)).wire_dtype.columns
@@ -176,12 +168,11 @@ class LowBit:
 
 
 def is_low_bit(dtype: Any) -> bool:
-    """Whether a dtype is one of those in which floats can travel with scales."""
+    """Returns whether floats can travel in a dtype with scales."""
     return dtype is not None and str(dtype) in LOW_BIT
 
 
 def as_wire(argument: str, wire: Any) -> Any:
-    """Returns what a user gave for a wire as a dtype, a `LowBit` or None."""
     if wire is None or isinstance(wire, LowBit):
         return wire
     dtype, of = as_dtype(argument, wire), ", ".join(LOW_BIT)
@@ -191,19 +182,19 @@ def as_wire(argument: str, wire: Any) -> Any:
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
-    """How blocks of a dtype are gathered over a wire, None where they travel as they are."""
+    """Returns how blocks of a dtype are quantized in a gather, if at all."""
     if not is_wide_float(dtype):
         return None
     return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:
-    """The dtype in which a wire sends sums of a dtype; None: their own.
+    """Returns the dtype in which sums travel; None: their own.
 
-    Integers keep their own over int8, which is for floats with scales: they would wrap around.
+    An int8 wire is for floats: integer sums would wrap around.
     """
     if isinstance(wire, LowBit):
-        wire = wire.sums  # of what is gathered it says nothing here
+        wire = wire.sums  # the rest is for gathered arrays
     if not is_low_bit(wire):
         return wire
     is_own = jnp.issubdtype(dtype, jnp.floating) or kind_of_dtype(wire) == kind_of_dtype(dtype)
@@ -211,7 +202,7 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 
 
 def check_wire(wire: Any, summed: Any) -> None:
-    """Raises unless sums of dtype `summed` can travel as a wire asks for: both of one kind."""
+    """Raises unless sums of dtype `summed` can travel in a wire's dtype of the same kind."""
     wire = summed_as(wire, summed)
     if wire is None:
         return

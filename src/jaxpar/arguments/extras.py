@@ -1,4 +1,4 @@
-"""Optional dependencies: what an extra brings, and a command that installs it wherever one is."""
+"""Optional dependencies, and commands that install them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-# Where a distribution's name is not that of the module.
+# Distributions whose name differs from the module's.
 _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 
 
 def requirements(extra: str) -> dict[str, str]:
-    """The requirements of an extra as pip takes them, by distribution; empty if it is not known."""
+    """Returns an extra's requirements by distribution; empty for unknown extras."""
     return dict(_requirements(extra))
 
 
 def lacking(extra: str, package: str = "jaxpar") -> list[str]:
-    """Distributions that are missing for an extra, with what those need that it names with extras.
-
-    The package `jax` is there without libtpu, which `jax[tpu]` brings.
-    """
+    """Returns missing distributions of an extra, and of nested extras such as `jax[tpu]`."""
     found: list[str] = []
     for name, requirement in _requirements(extra, package):
         if installed(name) is None:
@@ -32,7 +29,6 @@ def lacking(extra: str, package: str = "jaxpar") -> list[str]:
 
 
 def _extras_in(requirement: str) -> list[str]:
-    """Of `name[one,two]>=3`."""
     found = re.search(r"\[(.*)\]", requirement)
     return re.findall(r"[\w-]+", found.group(1)) if found else []
 
@@ -40,7 +36,7 @@ def _extras_in(requirement: str) -> list[str]:
 def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, str]]:
     try:
         lines = requires(package) or []
-    except PackageNotFoundError:  # a copy of the files that nobody has installed
+    except PackageNotFoundError:  # the files are there, but not installed
         return
     for line in lines:
         requirement, _, marker = line.partition(";")
@@ -48,7 +44,7 @@ def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, st
         if of is None or of.group(1) != extra:
             continue
         name = re.split(r"[\[<>=!~ ]", requirement, maxsplit=1)[0]
-        if name == package:  # an extra that is made of others
+        if name == package:  # this extra includes others
             for other in _extras_in(requirement):
                 yield from _requirements(other, package)
         else:
@@ -56,12 +52,7 @@ def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, st
 
 
 def install_command(extra: str, module: str | None = None) -> str:
-    """A command that works with and without a clone: it names the packages and not jaxpar.
-
-    Args:
-      extra: one of pyproject.toml's.
-      module: for the package of this module alone.
-    """
+    """Returns a command that installs an extra, or one module's package."""
     needed = requirements(extra)
     if module is not None:
         package = distribution(module)
@@ -71,13 +62,12 @@ def install_command(extra: str, module: str | None = None) -> str:
 
 
 def distribution(module: str) -> str:
-    """The name under which pip knows a module."""
     name = module.partition(".")[0]
     return _DISTRIBUTIONS.get(name, name)
 
 
 def installed(package: str) -> str | None:
-    """The version of a distribution; None where it is missing."""
+    """Returns a distribution's version; None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,7 +1,6 @@
-"""Names on demand and open types: what stands under `TYPE_CHECKING`, at run time.
+"""Names that are imported on demand, and types that are open at run time.
 
-Type checkers read these lines. So do the two functions here, from the source: nothing is written
-twice.
+Both are read from the source under `TYPE_CHECKING`, so nothing is written twice.
 """
 
 import ast
@@ -12,13 +11,13 @@ from importlib import import_module
 from typing import Any
 from warnings import warn
 
-# Of aliases that are open at run time, what `help` shows in their place.
+# The texts that `help` shows for aliases that are open at run time.
 SHOWN: dict[str, str] = {}
 
 
 def _lines(module: str) -> list[ast.stmt]:
     spec: Any = sys.modules[module].__spec__
-    body = ast.parse(spec.loader.get_source(module)).body  # of a folder or a zip
+    body = ast.parse(spec.loader.get_source(module)).body  # in a folder or a zip
     blocks = [node.body for node in body if isinstance(node, ast.If)]
     return [line for block in blocks for line in block]
 
@@ -26,10 +25,9 @@ def _lines(module: str) -> list[ast.stmt]:
 def names_on_demand(
     package: str, renamed: Mapping[str, tuple[str, dict[str, Any]]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` of a module that imports for type checkers alone.
+    """Returns a module's `__getattr__` and `__dir__`, which import names when they are used.
 
-    A name is imported when it is asked for, so that `import jaxpar` loads none of its parts. An
-    old name of what was `renamed` is found with a warning, and has its old defaults.
+    `renamed` names give a warning, and have their old defaults.
     """
     homes = {
         to.asname or to.name: (line.module, to.name)
@@ -37,7 +35,7 @@ def names_on_demand(
         if isinstance(line, ast.ImportFrom) and line.module is not None
         for to in line.names
     }
-    for name in ("TYPE_CHECKING", "names_on_demand"):  # no names of the package
+    for name in ("TYPE_CHECKING", "names_on_demand"):  # not names of the package
         vars(sys.modules[package]).pop(name)
 
     def get(name: str) -> Any:
@@ -52,7 +50,7 @@ def names_on_demand(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home, own = homes[name]
-        if home == package:  # a part of the package, not a name in one
+        if home == package:  # a module of the package, not a name in a module
             return import_module(f"{package}.{own}")
         found = getattr(import_module(home), own)
         setattr(sys.modules[package], name, found)
@@ -66,10 +64,9 @@ def names_on_demand(
 
 
 def open_types(module: str) -> dict[str, Any]:
-    """Returns `Any` for each alias that a module has for type checkers alone.
+    """Returns `Any` for each alias that a module defines for type checkers only.
 
-    jaxpar checks these arguments itself. A run-time type checker in front of it would replace an
-    error that names the axis and the remedy by one that does not.
+    jaxpar's own checks name the axis and the remedy, and a run-time type checker would raise first.
     """
     found: dict[str, str] = {}
     for line in _lines(module):
@@ -89,7 +86,7 @@ def _text(value: ast.expr) -> str:
     match value:
         case ast.Constant(str(x)):
             return x
-        case ast.Call(args=[_, *bounds]):  # a TypeVar
+        case ast.Call(args=[_, *bounds]):  # it is a TypeVar
             return " | ".join(map(ast.unparse, bounds)) or "Any"
         case ast.Subscript(value=ast.Name("Annotated"), slice=ast.Tuple(elts=[_, ast.Constant(x)])):
             return str(x)

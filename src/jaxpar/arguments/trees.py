@@ -1,4 +1,4 @@
-"""Pytrees from users: their leaves as arrays, and checks of those that must vary over devices."""
+"""Pytrees from users: leaves as arrays, and checks of leaves that must vary."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxpar.axis.rounding import scales_among
 
 
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
-    """Returns a pytree with arrays as leaves, or raises and names a leaf that is none.
+    """Returns a pytree of arrays, or raises and names the wrong leaf.
 
     With a `use` of numbers, such as a sum, random keys and quantized values are refused.
     """
@@ -37,9 +37,9 @@ def check_own_leaves(
     remedy: str = "",
     dims: list[int | None] | None = None,
 ) -> None:
-    """Raises if a leaf is typed as replicated where each device needs its own `what`.
+    """Raises if a leaf is typed as replicated, but each device needs its own `what`.
 
-    Scales of quantized values may be replicated, and so may leaves whose entry in `dims` is None.
+    Scales may be replicated, and leaves with None in `dims`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for at, ((path, leaf), scales) in enumerate(zip(leaves, scales_among(tree), strict=True)):

@@ -1,6 +1,6 @@
-"""The names that signatures share.
+"""The types in signatures.
 
-They are open at run time. A static checker sees the types, and a reader of `help` their text.
+They are open at run time. Type checkers see the types, and `help` shows their texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     Integer = int
     Flag = bool
     Number = float
-    Values = ArrayLike | Sequence[Any]  # an array, or what jnp.asarray makes one of
+    Values = ArrayLike | Sequence[Any]  # anything that jnp.asarray accepts
     MeshAxes = str | Mapping[str, int]
     RulesLike = Mapping[str, Any]
     AnyMesh = Mesh | AbstractMesh
     Subscripts = str
     Label = str | None
     PathLike = str | Path
-    Weights = TypeVar("Weights", Array, tuple[Array, ...])  # one, or several that share a gather
+    Weights = TypeVar("Weights", Array, tuple[Array, ...])  # several weights share a gather
     Tree = TypeVar("Tree")  # a pytree of arrays
-    Leaf = Array  # or what JAX puts in the place of one when it takes pytrees apart
-    TreeDim = Any  # a dimension or None for each leaf: one for all, or a prefix of the pytree
+    Leaf = Array  # or JAX's placeholder, when JAX flattens pytrees
+    TreeDim = Any  # a dimension or None for each leaf; one value, or a prefix of the pytree
 else:
     globals().update(open_types(__name__))

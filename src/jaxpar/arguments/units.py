@@ -1,10 +1,9 @@
-"""Times and sizes as a reader wants them."""
+"""Readable times and sizes."""
 
 from jaxpar.arguments.types import Number
 
 
 def size_text(size: Number) -> str:
-    """Bytes, in the unit that makes them readable."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
@@ -13,5 +12,4 @@ def size_text(size: Number) -> str:
 
 
 def us(seconds: Number) -> str:
-    """Microseconds, to four digits."""
     return f"{seconds * 1e6:.4g} us" if seconds < 1e-2 else f"{seconds * 1e6:.0f} us"

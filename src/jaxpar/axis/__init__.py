@@ -1,1 +1,1 @@
-"""Mesh axes in a traced program: rings, what varies over them, and in which bits arrays travel."""
+"""Mesh axes in a traced program: rings, varying axes, and 8-bit arrays."""

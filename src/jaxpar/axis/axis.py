@@ -1,4 +1,4 @@
-"""Mesh axes: as a user names them, and bound to the program that is being traced, a ring."""
+"""Mesh axes: an `Axis` of the user, and a `Ring`, which is bound to the traced program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODES: tuple[Mode, ...] = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 if TYPE_CHECKING:
     AxisLike: TypeAlias = "str | tuple[str, ...] | list[str] | Axis"
-    # Given, any of these; kept, a tuple.
+    # Users give any of these. The attribute is a tuple.
     Names = Annotated[Any, "str | tuple[str, ...] | list[str]"]
 else:
     globals().update(open_types(__name__))
@@ -48,39 +48,45 @@ else:
 class Axis:
     """Mesh axes, and how data travel over them.
 
-    Wherever a mesh axis is named, a string, a tuple, a list or an `Axis` will do.
+    Functions take a string, a tuple, a list or an `Axis`. An argument at the call overrides that of
+    the `Axis`.
 
     Args:
-      names: one mesh axis, or a tuple or list of them in any order. The logical index of a device
-        counts in the order of the names, as in `jax.lax.axis_index`. Of an `Axis` the mode and
-        the dtype hold where no other is given than the defaults.
-      mode: of all that travels over them: `"naive"` (a collective of `jax.lax`), `"stationary"`
-        (the same, but of a matmul the other operand and the result travel in the place of the
-        gathered one), `"chunked-2"`, `"chunked-4"` or `"chunked-8"` (one for each of so many
-        chunks), `"unidirectional"` or `"bidirectional"` (around a ring), `"multi-ring"` (both
-        ways round as many rings as there are axes, which share no link on a torus; of one axis as
-        many as its torus has, if `make_mesh` found one; blocks and sums of matmuls along one axis
-        after the other, where axes are of one length and that is predicted to be faster), or
-        `"auto"`: what is predicted to be the fastest.
-      backward: the mode in the backward pass of matmuls. None: `mode`.
-      wire_dtype: the dtype in which partial sums travel. None: that of the result, as `jax.lax`'s
-        own collectives send them. What a device adds it adds in float32 at least. Or `"int8"`,
-        `"float8_e4m3fn"` or a `LowBit`: then blocks of floats that are gathered travel in 8 bits
-        with scales, and sums as with None.
-      keep_gathered: whether a matmul keeps what it gathered for its derivative, which then does not
-        gather it again, but has the whole of it in memory until then. None: where both passes turn
-        out `"naive"`, or both `"stationary"`, and on TPUs where the forward pass is `"auto"`; one
-        that is named keeps this device's block alone otherwise. Chunks never keep, stationary ones
-        always; weights over `fsdp` are gathered again unless it is True, and in layers with an
-        `fsdp_axis` in any case.
-      gather_dtype: the dtype, of 16 bits or more, in which sharded weights are gathered and used.
-        The functions of FSDP, an `fsdp_axis`, and matmuls that gather an operand take it; others
-        refuse it. Gradients are summed, returned and, without a `wire_dtype`, sent in the dtype of
-        the shards. None: that of the shards.
+      names: a mesh axis, or a tuple or list of axes in any order. Logical indices count in this
+        order, as in `jax.lax.axis_index`. Another `Axis` gives the options that are not given here.
+      mode: the algorithm.
+
+        - `"naive"`: a collective of `jax.lax`
+        - `"stationary"`: naive, but in matmuls the other operand and the result travel, not the
+          gathered operand
+        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: one collective for each chunk
+        - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
+        - `"multi-ring"`: as many rings as there are axes, or as `make_mesh` finds in a single axis;
+          they share no link on a torus. Matmuls go along one axis after the other instead, if all
+          have one length and this is predicted to be faster.
+        - `"auto"`: the mode that is predicted to be fastest
+
+      backward: the mode of the backward pass of matmuls. None: `mode`.
+      wire_dtype: dtype in which partial sums travel. None: that of the result. Additions are in
+        float32 at least. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8
+        bits with scales, and sums as with None.
+      keep_gathered: whether a matmul saves the gathered operand for its derivative, instead of
+        gathering it again.
+
+        - True: all modes save it, except the chunked ones. Layers with an `fsdp_axis` still gather
+          weights again.
+        - False: all modes gather it again, except `"stationary"`, which gathers nothing.
+        - None: `"auto"` on TPUs saves it, unless it chooses chunks. Two `"naive"` or two
+          `"stationary"` passes save it. All others gather it again, and so does FSDP.
+
+      gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used. Only
+        FSDP, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed and returned
+        in the shards' dtype. They also travel in it, without a `wire_dtype`. None: the shards'
+        dtype.
 
     Raises:
-      TypeError: names that are no strings, what is no dtype, or no bool.
-      ValueError: no name, or one twice; an unknown mode.
+      TypeError: names are not strings, a dtype is not a dtype, or a flag is not a bool.
+      ValueError: there is no name, a name is repeated, or a mode is unknown.
 
     Example:
       >>> Axis("tp", mode="bidirectional", wire_dtype="bfloat16")
@@ -126,37 +132,36 @@ class Axis:
 
 @dataclass(frozen=True)
 class Ring(Axis):
-    """Mesh axes bound to the program that is traced: `size` devices, in logical order."""
+    """Mesh axes bound to the traced program."""
 
     size: int = field(kw_only=True)
-    # By which blocks go round; None: in the order of the logical index.
+    # The path of the blocks. None: in the order of the logical index.
     walk: Walk | None = None
 
     def __post_init__(self) -> None:
-        """What an `Axis` checks was checked; the ring over no axes is one device."""
+        """Skips the checks of `Axis`. A ring over no axes is one device."""
 
     def __str__(self) -> str:
         name = self.names[0] if len(self.names) == 1 else self.names
         return f"axis {name!r} ({self.size})"
 
     def index(self) -> Index:
-        """The logical index of the device that runs the program."""
         return lax.axis_index(self.names[0] if len(self.names) == 1 else self.names)
 
     def behind(self, index: Index, distance: Any) -> Index:
-        """The logical index of the device so many places behind that of an index."""
+        """Returns the logical index so many places behind another."""
         if self.walk is None:
             return moved_on(index, -distance, self.size)
         return self.walk.behind(index, distance)
 
     @property
     def around(self) -> int:
-        """How many devices a block comes past on its way round, its own among them."""
+        """Returns the number of devices that a block visits, with its own."""
         return self.size if self.walk is None else self.walk.around
 
     @property
     def has_disjoint(self) -> bool:
-        """Whether its axes can be those of a torus or a cube, with more links than one ring has."""
+        """Returns whether its axes may have links for several rings."""
         stages = self.stages()
         sizes = [ring.size for ring in stages]
         if len(sizes) == 1:
@@ -165,11 +170,11 @@ class Ring(Axis):
 
     @property
     def crosses_a_cube(self) -> bool:
-        """Whether hops are exchanges, which go both ways at once, over a dimension each."""
+        """Returns whether hops are exchanges along single dimensions."""
         return self.walk is not None and self.walk.exchanges
 
     def disjoint(self) -> tuple[Ring, ...]:
-        """Rings over the same devices that share no link, if each axis is a ring of links."""
+        """Returns rings over the same devices that share no link, if each axis is closed."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) > 1:
             walks = walks_over(sizes)
@@ -178,38 +183,34 @@ class Ring(Axis):
         return tuple(replace(self, walk=walk) for walk in walks) or (self,)
 
     def wire(self, dtype: Any) -> Any:
-        """The dtype in which sums travel that are asked for in `dtype`."""
+        """Returns the dtype in which sums of `dtype` travel."""
         return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
 
     def gathered_as(self, dtype: Any) -> Any:
-        """The dtype in which shards of a dtype are gathered and used: floats in `gather_dtype`."""
+        """Returns the dtype in which shards are gathered and used."""
         casts = self.gather_dtype is not None and is_wide_float(dtype)
         return jnp.dtype(self.gather_dtype if casts else dtype)
 
     def describe_shard(self, w: jax.Array) -> str:
-        """The type of a weight's shard, and of the gathered weight, for errors."""
         used, text = self.gathered_as(w.dtype), f"{w.dtype}{list(w.shape)}"
         return text if used == w.dtype else f"{text}, gathered in {used} as gather_dtype says"
 
     def low_bit(self, dtype: Any) -> LowBit | None:
-        """How blocks of a dtype are gathered, None where they travel as they are, or nowhere."""
+        """Returns how gathered blocks are quantized, if at all."""
         return gathered_by(self.wire_dtype, dtype) if self.size > 1 else None
 
     def low_bit_sums(self, dtype: Any) -> LowBit | None:
-        """How sums of a dtype travel, None where they are not quantized."""
+        """Returns how sums are quantized, if at all."""
         how = self.low_bit(dtype)
         return how if how is not None and is_low_bit(how.sums) else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
-        """The same of cotangents, which are gathered where sums were scattered."""
+        """Returns how a scatter's cotangents are quantized, if at all."""
         how = self.low_bit(dtype)
         return how if how is not None and how.cotangents else None
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
-        """The axes in the mesh's order, of which there is only one reading.
-
-        With them, for each logical index the one that the device has in that order.
-        """
+        """Returns the axes in mesh order, and each logical index's place in that order."""
         if len(self.names) < 2:
             return self.names, list(range(self.size))
         mesh = jax.sharding.get_abstract_mesh()
@@ -217,27 +218,26 @@ class Ring(Axis):
         return names, ring_positions(mesh, self.names).tolist()
 
     def stages(self) -> list[Ring]:
-        """The rings over one axis each, those of one device left out."""
+        """Returns the rings over single axes of more than one device."""
         if len(self.names) == 1:
             return [self] if self.size > 1 else []
         return [ring for name in self.names if (ring := self.over((name,))).size > 1]
 
     def over(self, names: tuple[str, ...]) -> Ring:
-        """The ring over some of the axes, or others."""
         sizes = jax.sharding.get_abstract_mesh().shape
         return replace(self, names=names, size=prod(sizes[name] for name in names))
 
     def shift(self, tree: Any, offset: int) -> Any:
-        """Moves every leaf `offset` devices on: device `i` receives what `i - offset` held."""
+        """Moves every leaf by `offset` devices."""
         (tree,) = vary_alike(self.names, tree)
         if offset % self.size == 0:
             return tree
         return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
 
     def hop(self, tree: Any, direction: int, hops: Any) -> Any:
-        """Moves every leaf on to the next device, where so many hops have brought it to this one.
+        """Moves every leaf to the next device, after so many hops to this one.
 
-        Down a walk those of the way home count: of sums that are `hops + 1` away from their owner.
+        Against the walk, it moves sums that are `hops + 1` away from their owner.
         """
         if self.walk is None:
             return self.shift(tree, direction)
@@ -246,8 +246,7 @@ class Ring(Axis):
         return self._permuted(tree, [(p, walk.next(p, direction, hops)) for p in range(self.size)])
 
     def _permuted(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
-        # Given a tuple, ppermute has counted its indices in mesh order, not in the order of the
-        # tuple (silently up to jax 0.11.0).
+        # Up to jax 0.11.0, ppermute silently counts the indices of a tuple in mesh order.
         axes, order = self.in_mesh_order()
         ordered = [(order[source], order[to]) for source, to in pairs]
         return jax.tree.map(lambda x: lax.ppermute(x, axes, ordered), tree)
@@ -261,10 +260,9 @@ def bind(
     wire_dtype: Any = None,
     gathers: bool = False,
 ) -> Ring:
-    """Returns the ring over `axis`, the user's `argument`, or says why it cannot be had here.
+    """Returns the ring over `axis`, the user's `argument`, or raises if it is not bound.
 
-    A mode and a wire's dtype that are given go before those of an `Axis`; a mode is that of both
-    passes. A `gather_dtype` is refused unless the caller `gathers` weights.
+    A `mode` is for both passes. A `gather_dtype` is refused unless the caller `gathers` weights.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
@@ -305,12 +303,12 @@ def _axis_size(argument: str, name: str) -> int:
 
 
 def bind_any(axes: AxisLike, argument: str = "axis") -> Ring:
-    """Returns the ring over `axes`, of which there may be none: then it is one device."""
+    """Returns the ring over `axes`, which may be empty."""
     return Ring((), size=1) if axes in ((), []) else bind(axes, argument)
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
-    """Returns the distinct names of mesh axes in what names them."""
+    """Returns distinct names of mesh axes, or raises."""
     names = axis.names if isinstance(axis, Axis) else axis
     names = (
         (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
@@ -327,7 +325,7 @@ def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
 
 
 def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.ndarray, " size"]:
-    """Returns, for each logical index, the position counted over the axes in mesh order."""
+    """Returns each logical index's position in mesh order."""
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise value_error(
@@ -340,13 +338,12 @@ def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.
 
 
 def check_mode(mode: Any, argument: str = "mode") -> None:
-    """Raises unless `mode`, the user's `argument`, is one of those that there are."""
     if not isinstance(mode, str) or mode not in MODES:
         raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
-    """Returns the walks through all devices of axes of these sizes that share no link."""
+    """Returns walks through all devices that share no link."""
     if min(sizes.values()) == 2 < max(sizes.values()):
         raise value_error(
             f"mode='multi-ring' over axes of sizes {sizes}: each must be 3 or more, as two "
@@ -358,6 +355,6 @@ def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
             f"mode='multi-ring' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
             "out, or take mode='bidirectional'"
         )
-    from jaxpar.mesh.cycles import disjoint_walks  # on tori alone
+    from jaxpar.mesh.cycles import disjoint_walks  # only tori need it
 
     return disjoint_walks(tuple(sizes.values()))

@@ -1,8 +1,6 @@
-"""Tables that layouts pad: a loss over their rows must be told how many rows count.
+"""Tables that layouts pad. A loss over a table needs the number of rows without padding.
 
-A device's block under `jax.shard_map` does not say how much of it is padding, and each row of
-zeros would add exp(0) to the softmax. So such a table is remembered while its layout, or an array
-that it has padded, exists.
+A local block does not tell its padding, and each row of zeros would add exp(0) to a softmax.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from jaxpar.arguments.calls import value_error
 
 @dataclass(frozen=True)
 class PaddedTable:
-    """An array with one padded dimension: `rows` become `padded` on the devices of `axes`.
+    """A table whose `rows` become `padded` on the devices of `axes`.
 
-    Any other dimension may be the width of the table: stacked tables have several.
+    Any other dimension may be the width: stacked tables have several.
     """
 
     path: str
@@ -31,7 +29,7 @@ class PaddedTable:
 
 
 class PaddedTables:
-    """The padded tables of one layout, known while it, or an array that it has padded, exists."""
+    """A layout's padded tables, remembered as long as it or a padded array exists."""
 
     def __init__(self, tables: Iterable[PaddedTable]) -> None:
         self.tables = tuple(tables)
@@ -39,16 +37,16 @@ class PaddedTables:
             _known.add(self)
 
     def stay_with(self, arrays: Iterable[Any]) -> None:
-        """Keeps the note as long as any of these arrays exists."""
+        """Keeps this object alive as long as any of the arrays."""
         for array in arrays:
-            finalize(array, lambda held: None, self).atexit = False  # and holds it until then
+            finalize(array, lambda held: None, self).atexit = False  # holds `self` until then
 
 
 _known: WeakSet[PaddedTables] = WeakSet()
 
 
 def check_no_padding(argument: str, width: int, rows: int) -> None:
-    """Raises if a layout has padded a table to these sizes: all rows would count."""
+    """Raises if a layout pads a table to these sizes."""
     check_no_padding_between(width, rows)
     if tables := _of_size(width, rows):
         says = ", or ".join(dict.fromkeys(f"{argument}={table.rows}" for table in tables))
@@ -59,7 +57,7 @@ def check_no_padding(argument: str, width: int, rows: int) -> None:
 
 
 def check_no_padding_between(width: int, rows: int) -> None:
-    """Raises if a table of these sizes has padding between its rows, which would shift them."""
+    """Raises if a table of these sizes has padding between its rows."""
     if tables := [table for table in _of_size(width, rows) if not table.at_the_end]:
         raise value_error(
             f"{_told(tables)}, as many as here: rows after the padding of a shard would belong to "
@@ -68,10 +66,10 @@ def check_no_padding_between(width: int, rows: int) -> None:
 
 
 def _of_size(width: int, rows: int) -> list[PaddedTable]:
-    """Tables of these sizes, over any axes: rows may have been gathered and sharded again."""
+    """Returns tables of these sizes; any axes, since rows may be sharded again."""
     known = (table for of_layout in list(_known) for table in of_layout.tables)
     found = {table for table in known if table.padded == rows and width in table.widths}
-    # A layout and its optimizer's states count once.
+    # A layout and its optimizer's states have the same tables: count them once.
     return list({(t.rows, t.at_the_end): t for t in sorted(found, key=_order)}.values())
 
 

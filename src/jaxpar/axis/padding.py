@@ -1,4 +1,4 @@
-"""A dimension in blocks, one a device, that need not be full: the one place that knows padding."""
+"""A dimension in blocks, one a device, with padding."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ AnyArray = Array | np.ndarray
 
 @dataclass(frozen=True)
 class PaddedDim:
-    """How a dimension lies on devices: in blocks of one size, whose last entries may be padding.
+    """A dimension in blocks of one size, whose last entries may be padding.
 
-    The first `full` blocks have no padding. Of what is left each further block has `rest` entries,
-    as many blocks as it takes: the last of them may have less, and behind it there are empty ones.
+    The first `full` blocks have no padding. The next blocks have `rest` entries each, until none
+    are left.
     """
 
     size: int  # without padding
-    block: int  # of each device, with padding
+    block: int  # a device's entries, with padding
     parts: int
     full: int
     rest: int
 
     @classmethod
     def at_the_end(cls, size: int, parts: int, block: int) -> PaddedDim:
-        """All padding is behind the last entry."""
+        """Puts padding at the end."""
         full = size // block if block else parts
         return cls(size, block, parts, full, size - full * block)
 
     @classmethod
     def evenly(cls, size: int, parts: int) -> PaddedDim:
-        """The remainder goes to the first blocks, one entry each."""
+        """Puts the remainder in the first blocks, one entry each."""
         rest, more = divmod(size, parts)
         return cls(size, rest + bool(more), parts, more or parts, rest)
 
     @property
     def padded(self) -> int:
-        """The size with padding."""
         return self.block * self.parts
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The entries of each block that are no padding."""
+        """Returns each block's number of entries without padding."""
         left = self.size - self.full * self.block
         found = [self.block] * self.full
         for _ in range(self.full, self.parts):
@@ -54,14 +53,14 @@ class PaddedDim:
         return tuple(found)
 
     def pad(self, array: AnyArray, dim: int) -> AnyArray:
-        """Adds zeros along `dim`, which has `size` entries."""
+        """Adds zeros along `dim`."""
         if self.size == self.padded:
             return array
         xp = np if isinstance(array, np.ndarray) else jnp
         shape, later = array.shape, self.parts - self.full
         start = self.full * self.block
         tail = _part(array, dim, start, self.size)
-        if later and self.size - start == later * self.rest:  # as many in each later block
+        if later and self.size - start == later * self.rest:  # later blocks are alike
             rows = (*shape[:dim], later, self.rest, *shape[dim + 1 :])
             tail = _zeros_behind(xp, tail.reshape(rows), dim + 1, self.block)
             tail = tail.reshape(*shape[:dim], later * self.block, *shape[dim + 1 :])
@@ -70,7 +69,7 @@ class PaddedDim:
         return xp.concatenate([_part(array, dim, 0, start), tail], axis=dim)
 
     def unpad(self, array: AnyArray, dim: int) -> AnyArray:
-        """Takes the zeros away along `dim`, which has `padded` entries."""
+        """Removes zeros along `dim`."""
         if self.size == self.padded:
             return array
         xp = np if isinstance(array, np.ndarray) else jnp
@@ -86,7 +85,7 @@ class PaddedDim:
         return xp.concatenate([_part(array, dim, 0, start), tail], axis=dim)
 
     def places(self) -> np.ndarray:
-        """Where each entry of the dimension without padding lies in the one with it: `[size]`."""
+        """Returns each entry's padded index, `[size]`."""
         starts = np.arange(self.parts) * self.block
         return np.concatenate(
             [start + np.arange(size) for start, size in zip(starts, self.sizes, strict=True)]

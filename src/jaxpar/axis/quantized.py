@@ -1,4 +1,4 @@
-"""Arrays of 8-bit numbers with scales, and how they are read."""
+"""Arrays of 8-bit numbers with scales."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ else:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array as 8-bit values and the scales by which they are multiplied; a pytree.
+    """An array as 8-bit values and the scales that multiply them; a pytree.
 
-    Given in place of an array that is gathered, the values travel as they are: a checkpoint's
-    weights, or an optimizer's, are not rounded again. They have no derivative.
+    In place of a gathered array, its values travel unchanged. It has no derivative.
 
     Args:
-      values: int8 or float8, of the array's shape.
-      scales: floats; each dimension is that of the values or divides it, and a scale holds for as
-        many neighbours as there are for each. Along the dimension that is gathered there is one for
-        each position, or one for a device's block.
-      dtype: of the array that it stands for. A matmul reads it in the dtype of its partner.
+      values: int8 or float8, in the array's shape.
+      scales: floats, each for equally many neighbours. Their dimensions divide those of the values.
+        Along the gathered dimension, each position or each device's block has one scale.
+      dtype: of the array. A matmul uses the dtype of the other operand.
 
-    Raises (where it is used):
-      TypeError: values that are no 8-bit numbers, or scales that are no floats.
-      ValueError: scales whose shape does not divide that of the values.
+    Raises (at its use):
+      TypeError: values are not 8-bit numbers, or scales are not floats.
+      ValueError: the scales' shape does not divide that of the values.
 
     Example:
       >>> w = Quantized(jnp.ones((8, 4), "int8"), jnp.full((1, 4), 0.5), dtype="float32")
@@ -50,7 +48,7 @@ class Quantized:
 
     values: Leaf
     scales: Leaf
-    # What the values were made of, if the derivative is to go on to that as if nothing was rounded.
+    # The array before it was rounded, if the derivative is to ignore the rounding.
     exact: Leaf | None = None
     dtype: DTypeLike = field(default="bfloat16", kw_only=True, metadata={"static": True})
 
@@ -60,28 +58,28 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
+        """Returns the array's shape."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """The number of its dimensions."""
+        """Returns the number of dimensions."""
         return self.values.ndim
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Returns the number of values."""
         return self.values.size
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:
         """Returns values times scales, in the array's dtype or another one."""
-        wide = addition_dtype(self.scales.dtype)  # float32 of bfloat16
+        wide = addition_dtype(self.scales.dtype)  # bfloat16 scales become float32
         x = self.values.astype(wide) * spread(self.scales.astype(wide), self.shape)
         return x.astype(self.dtype if dtype is None else dtype)
 
 
 def spread(scales: Array, shape: tuple[int, ...]) -> Array:
-    """Returns scales one for each number of a shape, or 1 for all along a dimension."""
+    """Returns one scale for each value along dimensions that have several scales."""
     for dim, (have, want) in enumerate(zip(scales.shape, shape, strict=True)):
         if have not in (1, want):
             apart = jnp.expand_dims(scales, dim + 1)  # [..., have, 1, ...]
@@ -93,24 +91,23 @@ def spread(scales: Array, shape: tuple[int, ...]) -> Array:
 
 
 def read_as(x: Any, dtype: DTypeLike) -> Array:
-    """Returns what may be quantized as an array of a dtype."""
+    """Returns an array of a dtype."""
     return x.dequantized(dtype) if isinstance(x, Quantized) else x.astype(dtype)
 
 
 def values_of(x: Any) -> Array:
-    """Returns the array of numbers in what may be quantized."""
     return x.values if isinstance(x, Quantized) else x
 
 
 def exact_of(x: Any) -> Array:
-    """Returns the array that x, quantized or not, stands for: where it does not travel."""
+    """Returns the unrounded array."""
     if not isinstance(x, Quantized):
         return x
     return x.dequantized() if x.exact is None else x.exact
 
 
 def as_operand(argument: str, x: Any) -> Any:
-    """Returns what a user gave, an array or a `Quantized`, checked."""
+    """Returns a user's array or `Quantized`, or raises."""
     if not isinstance(x, Quantized):
         return as_array(argument, x)
     values = as_array(f"{argument}.values", x.values)

@@ -1,4 +1,4 @@
-"""Arrays rounded to 8 bits with scales: by a user, and where they travel so."""
+"""Rounding to 8 bits with scales, for users and for transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.quantized import Quantized, spread
 
-# Rows of fewer numbers are those of weights of experts, or of scales: a few bytes, and exact.
+# Shorter rows are few bytes, such as the experts' weights of tokens, or scales: keep them exact.
 SHORT = 32
 
 
@@ -29,25 +29,25 @@ def quantize(
     columns: Integer | None = None,
     key: Array | None = None,
 ) -> Quantized:
-    """Rounds an array to 8 bits, in blocks along a dimension that have a scale each.
+    """Rounds an array to 8 bits, with one scale for each block along a dimension.
 
     Args:
-      x: floats of any shape; local, or not.
+      x: floats of any shape.
       dtype: `"int8"` or `"float8_e4m3fn"`.
-      dim: the dimension whose neighbours share a scale.
-      columns: how many do at most: the largest divisor of the dimension. None: all.
-      key: of `jax.random`, for int8: rounds up or down by chance, so that the mean over many
-        roundings is exact. None: to the nearest.
+      dim: the dimension that is cut into blocks.
+      columns: largest size of a block; blocks divide the dimension evenly. None: one block.
+      key: of `jax.random`, only for int8: rounds up or down at random, exact on average. None:
+        rounds to nearest.
 
     Returns:
-      A `Quantized`, which has no derivative. The scale is the largest magnitude of a block over the
-      largest number of the dtype; a block with a number that is not finite is NaN.
+      A `Quantized`, without derivative. A scale is a block's largest magnitude over the dtype's
+      largest number. A block with a number that is not finite is NaN.
 
     Raises:
-      TypeError: an array of no floats, an option of the wrong type, a key with float8.
-      ValueError: a dim out of range, fewer columns than 1.
+      TypeError: the array is not of floats, an option has the wrong type, or float8 has a key.
+      ValueError: dim is out of range, or columns is less than 1.
 
-    Cost: x is read twice, and a quarter of float32 written.
+    Cost: x is read twice. A quarter of float32's bytes is written.
 
     Example:
       >>> q = quantize(jnp.array([[1.0, -2.0], [100.0, 50.0]]))
@@ -55,8 +55,8 @@ def quantize(
       (Array([[  64, -127],
              [ 127,   64]], dtype=int8), 100.0)
 
-    Source: as `LowBit`; rounding by chance as in Gupta et al., "Deep learning with limited
-    numerical precision" (2015).
+    Source: as `LowBit`; random rounding as in Gupta et al., "Deep learning with limited numerical
+    precision" (2015).
     """
     how = LowBit(dtype, columns)
     x = as_array("x", x)
@@ -68,7 +68,6 @@ def quantize(
 
 
 def check_chance(how: LowBit, key: Any) -> None:
-    """Raises where a key is given for what is not rounded by chance."""
     if key is not None and how.dtype != "int8":
         raise type_error(f"a key rounds int8 by chance, and not {how.dtype}; leave it out")
 
@@ -78,17 +77,17 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     block = columns_of(how, x.shape[dim])
     apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
     wide = x.astype(addition_dtype(x.dtype))
-    # Infinity in the place of NaN, which the maximum of some thousand numbers loses on CPU.
+    # Replace NaN by infinity: on CPU, the maximum of some thousand numbers loses NaN.
     magnitudes = jnp.where(jnp.isnan(wide), jnp.inf, jnp.abs(wide))
     largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
     whole = jnp.issubdtype(how.dtype, jnp.integer)
     limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
-    # Smaller scales are no normal numbers: hardware takes them for zero, and divides by it. Of
-    # larger ones the limit's multiple may be infinite.
+    # Hardware may treat smaller scales, which are subnormal, as zero, and then divide by zero.
+    # Larger scales times the limit may be infinite.
     range_of = jnp.finfo(wide.dtype)
     top = float(range_of.max) / limit * (1 - float(range_of.eps))
     scales = jnp.clip(largest / limit, range_of.tiny, top)
-    scales = jnp.where(jnp.isfinite(largest), scales, largest - largest)  # NaN of infinity
+    scales = jnp.where(jnp.isfinite(largest), scales, largest - largest)  # infinity gives NaN
     scaled = wide / spread(scales, x.shape)
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))
@@ -98,18 +97,18 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
 
 
 def columns_of(how: LowBit, length: int) -> int:
-    """How many neighbours of a row share a scale: of blocks that are alike, the longest."""
+    """Returns how many neighbours share a scale."""
     most = max(1, min(how.columns or length, length))
     return next(block for block in range(most, 0, -1) if length % block == 0)
 
 
 def row_dim(ndim: int, dim: int) -> int:
-    """The dimension of a row of an array that is gathered along `dim`: the last other one."""
+    """Returns the dimension of a row in a gather along `dim`."""
     return ndim - 1 if dim != ndim - 1 else ndim - 2
 
 
 def encoded(wire: Any, x: Any, dim: int) -> Any:
-    """Returns x as it is gathered along `dim`, a `Quantized` if the wire is of 8 bits."""
+    """Returns x as it is gathered along `dim`, quantized if the wire says so."""
     if isinstance(x, Quantized):
         return x
     how = gathered_by(wire, x.dtype)
@@ -123,20 +122,19 @@ def encoded(wire: Any, x: Any, dim: int) -> Any:
 
 
 def straight_through(wire: Any, x: Any, dim: int) -> Any:
-    """Returns x as it is gathered along `dim`, with the derivative of x as it is."""
+    """Returns x as it is gathered; the derivative ignores the rounding."""
     codes = encoded(wire, x, dim)
     return replace(codes, exact=x) if codes is not x else x
 
 
 def decoded(tree: Any) -> Any:
-    """Returns a pytree with what is quantized of it as arrays."""
     return jax.tree.map(
         lambda x: x.dequantized() if _is_quantized(x) else x, tree, is_leaf=_is_quantized
     )
 
 
 def scales_among(tree: Any) -> list[bool]:
-    """Tells of each leaf of a pytree whether it is the scales of quantized values."""
+    """Returns for each leaf whether it is scales of a `Quantized`."""
 
     def marks(x: Any) -> Any:
         marked = jax.tree.map(lambda _: False, x)

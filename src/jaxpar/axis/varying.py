@@ -1,6 +1,6 @@
-"""Varying mesh axes: what `jax.shard_map` with `check_vma=True` tracks of each value's type.
+"""Varying mesh axes: the axes over which a value differs between devices.
 
-That set is read and widened here only.
+`jax.shard_map` tracks them under `check_vma=True`.
 """
 
 from collections.abc import Iterable
@@ -16,26 +16,25 @@ from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype, su
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
-    """Returns the mesh axes over which any leaf varies; empty under `check_vma=False`."""
+    """Returns the axes over which any leaf varies; none under `check_vma=False`."""
     leaves = jax.tree.leaves(trees)
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
 
 def checks_varying(axis: tuple[str, ...]) -> bool:
-    """Tells whether the enclosing `jax.shard_map` has `check_vma=True`."""
-    # Asked of a type alone: an index would be an equation of the program, at each cast.
+    """Returns whether the enclosing `jax.shard_map` has `check_vma=True`."""
+    # A type is enough. An index would add an equation to the program at each cast.
     kind = _index_over(axis).eval_shape().manual_axis_type
     return kind is not None and bool(kind.varying)
 
 
-_index_over = cache(lambda axis: jax.jit(lambda: lax.axis_index(axis)))  # JAX keeps its types
+_index_over = cache(lambda axis: jax.jit(lambda: lax.axis_index(axis)))  # JAX caches its types
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
-    """Types every leaf as varying over `axes`, and over what it varies over already.
+    """Types every leaf as varying over `axes`, too.
 
-    The derivative is a psum over the axes that were added: casting the inputs of a custom_vjp has
-    JAX sum the gradient of a replicated input over the devices that used it.
+    The derivative is a psum over the added axes.
     """
     wanted = frozenset(axes)
     if not any(wanted - varying_axes(x) for x in jax.tree.leaves(tree)):
@@ -51,32 +50,32 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
 
 
 def spec_of(x: jax.Array) -> tuple[Any, ...]:
-    """The explicit mesh axes that shard each dimension of `x` beyond the manual ones."""
+    """Returns the explicit mesh axes that shard each dimension."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
 
 def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
-    """Returns x in the dtype of sums, varying over `axes`: its derivative sums in that dtype."""
+    """Returns x in the dtype of sums, varying over `axes`; the derivative sums in that dtype."""
     return vary_over(axes, x.astype(addition_dtype(x.dtype)))
 
 
 def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
     """Returns x in the dtype of sums, varying over `axes`.
 
-    Its derivative sums over devices in the dtype of x, or in a wider `wire_dtype`, of its kind.
+    The derivative sums over devices in the dtype of x, or in a wider `wire_dtype`.
     """
     check_wire(wire_dtype, x.dtype)
     asked, wide = summed_as(wire_dtype, x.dtype), addition_dtype(x.dtype)
     wire = x.dtype if asked is None else common_dtype(x.dtype, asked)  # the wider
-    return vary_over(axes, x.astype(wire)).astype(wide)  # psum before
+    return vary_over(axes, x.astype(wire)).astype(wide)  # backward: the psum is in `wire`
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:
-    """Types all leaves as varying over `axis` and over whatever any of them varies over."""
+    """Types all leaves as varying over `axis` and each other's axes."""
     return vary_over(varying_axes(*trees) | set(axis), trees)
 
 
 def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:
-    """Zeros that vary over all mesh axes that any of `like` does, as the carry of a loop must."""
+    """Returns zeros that vary over all axes of `like`, as a loop's carry must."""
     return vary_over(varying_axes(*like), jnp.zeros(shape, dtype))

@@ -1,4 +1,4 @@
-"""Collectives by rings on any mesh, over one axis or several in any order."""
+"""Ring collectives on any mesh, over one axis or several in any order."""
 
 from typing import TYPE_CHECKING
 

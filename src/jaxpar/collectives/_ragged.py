@@ -1,4 +1,4 @@
-"""`ragged_all_to_all`: JAX's, in blocks on CPU, with derivatives that are right."""
+"""`ragged_all_to_all`: JAX's collective, also on CPU, with correct derivatives."""
 
 from __future__ import annotations
 
@@ -21,39 +21,38 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
 
-# Of n devices, with m slices for each pair of them, slices are n m; or where they are cut, [n, m].
+# With n devices and m slices for each pair, arrays of slices have shape [n m] or [n, m].
 Operand = Shaped[Array, "rows *row"]
 Output = Shaped[Array, "out_rows *row"]
 
 
 class Slices(NamedTuple):
-    """Which rows go where, m slices of each device in turn."""
+    """The rows that are sent and received, m slices for each device."""
 
     input_offsets: Int32[Array, " *slices"]
     send_sizes: Int32[Array, " *slices"]
-    output_offsets: Int32[Array, " *slices"]  # on the device that receives
+    output_offsets: Int32[Array, " *slices"]  # on the receiving device
     recv_sizes: Int32[Array, " *slices"]
 
     def per_device(self, ring: Ring) -> Slices:
-        """All of them, each as `[n, m]`."""
         return Slices(*(x.reshape(ring.size, -1) for x in self))
 
 
 def swap(x: Shaped[Array, " blocks *block"], ring: Ring) -> Shaped[Array, " blocks *block"]:
-    """Gives device d block d of dimension 0, and returns what all devices gave this one."""
+    """Sends block d of dimension 0 to device d, and returns the received blocks."""
     return lax.all_to_all(x, ring.names, 0, 0, tiled=True)
 
 
 def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) -> Output:
-    """Returns `output` with all slices written that were sent here; it has no derivative."""
+    """Returns `output` with all received slices written to it; has no derivative."""
     if not operand.size or not output.size:
         return output
     if output.dtype == bool:
         as_bytes = exchange_rows(operand.astype("uint8"), output.astype("uint8"), slices, ring)
         return as_bytes.astype(bool)
 
-    # The compiler for CPU has no such collective, and one traced program may be lowered for any
-    # platform: the choice is made then.
+    # CPUs have no such collective. One traced program may be lowered for any platform, so choose
+    # during lowering.
     @custom_vmap
     def exchange(operand: Operand, output: Output, slices: Slices) -> Output:
         native = _native(ring)
@@ -65,8 +64,8 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
             default=_emulated(ring),
         )
 
-    # JAX has no rule for operands with a batch and offsets without, and where offsets have one a
-    # loop would be run as often as its longest member: a batch is more slices instead.
+    # JAX has no rule for batched operands with unbatched offsets. With batched offsets, each loop
+    # would take as many steps as the longest one. So turn a batch into more slices.
     @exchange.def_vmap
     def exchange_batch(
         size: int, batched: Any, operand: Array, output: Array, slices: Slices
@@ -78,12 +77,12 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
         )
         row = jnp.arange(size, dtype="int32")[:, None]
         slices = slices._replace(
-            # Batches lie one after the other in the rows of both, so that offsets move by as many.
+            # Batches lie one after the other in the rows, so offsets move by a batch's rows.
             input_offsets=slices.input_offsets + row * operand.shape[1],
             output_offsets=slices.output_offsets + row * output.shape[1],
         )
         flat: list[Array] = [x.reshape(-1, *x.shape[2:]) for x in (operand, output)]
-        # From [size, n m] to [n, size m]: for each device the slices of one batch after the other.
+        # From [size, n m] to [n, size m]: each device gets the slices of all batches.
         together = Slices(
             *(x.reshape(size, ring.size, -1).swapaxes(0, 1).reshape(-1) for x in slices)
         )
@@ -94,7 +93,7 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
 
 
 def _native(ring: Ring) -> Any:
-    """JAX's own collective, its axes in mesh order."""
+    """Returns JAX's own collective, with its axes in mesh order."""
     names, order = ring.in_mesh_order()
     at = np.argsort(order)
 
@@ -107,10 +106,7 @@ def _native(ring: Ring) -> Any:
 
 
 def _apart(native: Any) -> Any:
-    """Keeps the layout that the TPU compiler gives an exchange from what is around it.
-
-    It takes rows in two halves, and would otherwise gather and add them so, a copy for each.
-    """
+    """Separates the layout in which TPUs exchange rows, in halves, from that of other work."""
 
     def apart(operand: Operand, output: Output, slices: Slices) -> Output:
         return lax.optimization_barrier(native(lax.optimization_barrier(operand), output, slices))
@@ -119,11 +115,9 @@ def _apart(native: Any) -> Any:
 
 
 def _emulated(ring: Ring) -> Any:
-    """All-to-alls of blocks, as many as the longest slice on the axis needs.
+    """Returns all-to-alls of blocks, as many as the longest slice needs.
 
-    A step moves one block of each of n slices, together about 1/m of the buffer. Where slices are
-    alike that is one all-to-all of the buffer in all, and n of them where each device sends all of
-    its rows to one.
+    A step moves about 1/m of the buffer.
     """
 
     def emulated(operand: Operand, output: Output, slices: Slices) -> Output:
@@ -131,15 +125,15 @@ def _emulated(ring: Ring) -> Any:
         length = ceil(rows / slices.send_sizes.size)
         grouped = slices.per_device(ring)
         places = swap(grouped.output_offsets, ring)
-        # Over the whole axis, so that its devices take the same steps; others may take fewer.
+        # A maximum over the axis: its devices must take the same steps.
         longest = lax.pmax(jnp.max(grouped.send_sizes, axis=0), ring.names)
         steps = (longest + jnp.int32(length - 1)) // jnp.int32(length)  # [m]
         ends = jnp.cumsum(steps, dtype="int32")
 
         def step(i: Int32[Array, ""], output: Output) -> Output:
-            number = jnp.sum(i >= ends, dtype="int32")  # of m
+            number = jnp.sum(i >= ends, dtype="int32")  # which of m
             first = (i - ends[number] + steps[number]) * length
-            row = first + jnp.arange(length, dtype="int32")[None, :]  # of a slice
+            row = first + jnp.arange(length, dtype="int32")[None, :]  # in a slice
             block = jnp.take(operand, grouped.input_offsets[:, number, None] + row, 0, mode="clip")
             block = swap(block, ring)  # [n, length, *row]
             arrives = row < grouped.recv_sizes[:, number, None]
@@ -166,45 +160,38 @@ def ragged_all_to_all(
     recv_sizes: ArrayLike,
     axis: AxisLike,
 ) -> Array:
-    """Sends each device of an axis slices of rows, of any sizes, and writes those that arrive.
+    """Sends slices of rows, of any sizes, to the devices of an axis, and writes the received ones.
 
-    What `jax.lax.ragged_all_to_all` computes, and the same program on any platform: the native
-    collective on TPU and GPU, and on CPU, where there is none, all-to-alls of blocks. Which one is
-    chosen when the program is lowered, so that one export holds both (`jax.export` wants to be told
-    that the native one is meant: `DisabledSafetyCheck.custom_call("ragged_all_to_all")`).
-
-    With m slices for each pair of devices, slice `i` of the `n m` goes to device `i // m` of the
-    axis, in the order of the tuple if `axis` is one, as in `lax.axis_index`.
+    It computes `jax.lax.ragged_all_to_all`, and runs on CPUs, too. With n devices and m slices for
+    each pair, slice `i` goes to device `i // m` of the axis. `jax.export` needs
+    `DisabledSafetyCheck.custom_call("ragged_all_to_all")`.
 
     Args:
-      operand: local `[rows, ...]`, in which slices to be sent are.
-      output: local `[out_rows, ...]`, of the dtype and row shape of operand: what the result holds
-        where nothing arrives.
-      input_offsets: integers `[n m]`, the first row in operand of each slice.
-      send_sizes: integers `[n m]`, the rows of each. None is allowed; what lies outside of operand
-        or output is not defined.
-      output_offsets: integers `[n m]`, the first row in the output *of the device that receives*.
-      recv_sizes: integers `[n m]`, the rows that arrive, slice by slice: the `send_sizes` of the
-        devices that send, `lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)`.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      operand: local `[rows, ...]`, whose slices are sent.
+      output: local `[out_rows, ...]`, of operand's dtype and row shape, the result where nothing
+        arrives.
+      input_offsets: integers `[n m]`, each slice's first row in operand.
+      send_sizes: integers `[n m]`, the rows of each slice, 0 or more. Rows outside of operand or
+        output are undefined.
+      output_offsets: integers `[n m]`, each slice's first row in the output *of the receiving
+        device*.
+      recv_sizes: integers `[n m]`, the rows of each received slice, `lax.all_to_all(send_sizes,
+        axis, 0, 0, tiled=True)`.
+      axis: a mesh axis, several in any order, or an `Axis`.
 
-    Slices that are sent may overlap: the gradient of a row is the sum over those that it is in.
-    Slices that arrive must not.
+    Sent slices may overlap: gradients of shared rows are summed. Received slices must not overlap.
 
     Returns:
-      `[out_rows, ...]`, varying over `axis` and over all that arguments vary over.
+      `[out_rows, ...]`, varying over `axis` and all axes of the arguments.
 
     Raises:
-      TypeError: offsets or sizes that are no integers; operand and output of different dtypes.
-      ValueError: row shapes that differ; offsets or sizes whose length n does not divide, or
-        of different lengths; an axis name that is unknown or not of the mesh; a call outside
-        shard_map.
+      TypeError: offsets or sizes are not integers, or dtypes of operand and output differ.
+      ValueError: row shapes or lengths differ, n does not divide a length, the axis is unknown, or
+        the call is outside shard_map.
 
-    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets;
-    only where slices that are sent overlap it takes as many exchanges as there are slices. On CPU
-    blocks of `rows / (n m)` rows are exchanged until the longest slice is done: about one
-    all-to-all of the buffer where slices are alike, and n where one device gets everything; the
-    memory is that of one buffer.
+    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets. If
+    sent slices overlap, it takes one exchange for each slice. On CPU, equal slices take about one
+    all-to-all of the buffer, and n if one device gets all.
 
     Example:
       >>> mesh = make_mesh("ep=2", devices=jax.devices()[:2])
@@ -215,8 +202,8 @@ def ragged_all_to_all(
       ...   jnp.array([1, 2, 1, 1]), jnp.array([0, 0, 1, 2]), jnp.array([1, 1, 2, 1]))
       Array([1., 3., 0., 0., 2., 2., 4., 0.], dtype=float32)
 
-    Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong where
-    slices are empty, and which the compiler for CPU refuses.
+    Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong for
+    empty slices.
     """
     ring = bind(axis)
     operand, output = as_array("operand", operand, ""), as_array("output", output, "")
@@ -239,7 +226,7 @@ def _exchange(operand: Operand, output: Output, slices: Slices, ring: Ring, rows
 def _exchange_back(
     ct: Output, slices: Slices, ring: Ring, rows: int
 ) -> Shaped[Array, " {rows} *row"]:
-    """The sum, for each of the operand's rows, of `ct` wherever `exchange_rows` put it."""
+    """Returns, for each row of the operand, the sum of `ct` where `exchange_rows` put the row."""
     count = slices.send_sizes.size
     slices_per_pair = count // ring.size
     back = Slices(
@@ -248,7 +235,7 @@ def _exchange_back(
         output_offsets=swap(slices.input_offsets, ring),
         recv_sizes=slices.send_sizes,
     )
-    # Slices that overlap come back one by one: in a step each device gets one from one device.
+    # Overlapping slices return one by one: in a step, each device receives one slice.
     apart = lax.pmax(_overlap(slices), ring.names)
     device = jnp.arange(count, dtype="int32") // slices_per_pair
     number = jnp.arange(count, dtype="int32") % slices_per_pair
@@ -284,7 +271,7 @@ def _exchange_fwd(
 def _exchange_bwd(
     ring: Ring, rows: int, slices: Slices, ct: Output
 ) -> tuple[Shaped[Array, " {rows} *row"], Output, None]:
-    # What arrived replaced rows of `output`, which so have no part in the result.
+    # Received rows replaced rows of `output`, whose gradient is then zero.
     arrived = _arrived(slices, ring, ct)
     return _exchange_back(ct, slices, ring, rows), jnp.where(arrived, jnp.zeros_like(ct), ct), None
 
@@ -307,20 +294,20 @@ _exchange_back.defvjp(_back_fwd, _back_bwd)
 
 
 def _overlap(slices: Slices) -> Bool[Array, ""]:
-    """Whether any two slices that this device sends share a row."""
+    """Returns whether two slices that this device sends share a row."""
     starts, sizes = slices.input_offsets, slices.send_sizes
-    # Empty slices are sorted behind all others, where they are between no two of them.
+    # Sort empty slices behind all others, so that none is between two others.
     far = jnp.iinfo("int32").max
     starts, sizes = lax.sort((jnp.where(sizes > 0, starts, far), sizes), num_keys=1)
     return jnp.any(starts[1:] - starts[:-1] < sizes[:-1])
 
 
 def _arrived(slices: Slices, ring: Ring, ct: Output) -> Bool[Array, " out_rows *ones"]:
-    """Which rows of the output were written, with dimensions of size 1 to be compared with rows."""
+    """Returns which rows of the output were written, as `[out_rows, 1, ...]`."""
     starts = swap(slices.output_offsets, ring)
     steps = jnp.zeros(ct.shape[0] + 1, "int32")
     (steps, starts, sizes) = vary_alike((), steps, starts, slices.recv_sizes)
-    # Added, not set: an empty slice takes back at once what it starts, wherever that is.
+    # Add, do not set: an empty slice then subtracts its own start, wherever it is.
     steps = steps.at[starts].add(1, mode="drop").at[starts + sizes].add(-1, mode="drop")
     arrived = jnp.cumsum(steps, dtype="int32")[:-1] > 0
     return arrived.reshape(-1, *[1] * (ct.ndim - 1))

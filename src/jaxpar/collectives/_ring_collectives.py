@@ -27,23 +27,23 @@ from jaxpar.ring.ways import Way
 
 @public
 def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
-    """Moves every array of a pytree `offset` devices along a ring.
+    """Moves every array of a pytree by `offset` devices along a ring.
 
     Args:
       x: pytree of local arrays of any shape and dtype.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`; the logical index
-        counts in the order of the names, as in `lax.axis_index`.
-      offset: any integer, known while tracing. Device `i` receives what device `i - offset` held.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      offset: a static integer. Device `i` receives the arrays of device `i - offset`, in logical
+        order.
 
     Returns:
       A pytree like `x`, varying over `axis`.
 
     Raises:
-      TypeError: `offset` is no integer.
-      ValueError: an unknown axis name, or a call outside `jax.shard_map`.
+      TypeError: `offset` is not an integer.
+      ValueError: the axis is unknown, or the call is outside shard_map.
 
-    Cost: one ppermute a leaf; a device sends each leaf once, and nothing if the ring's size divides
-    `offset`. The derivative is the shift by `-offset`.
+    Cost: one ppermute a leaf, or nothing if the ring's size divides `offset`. The derivative is the
+    shift by `-offset`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -77,29 +77,32 @@ def all_gather(
     """All-gathers every array of a pytree, by a ring or by `jax.lax`.
 
     Args:
-      x: pytree of local arrays of any shape and dtype; each device's block.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      dim: the dimension along which blocks are laid, in logical order.
-      tiled: concatenate along `dim` if True, stack along a new dimension there if False.
-      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"multi-ring"` (one for each of several axes, which share no link on a torus),
-        `"naive"` (`lax.all_gather`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
-        `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the links, both
-        ways on a torus, one way on CPU, and XLA's own on GPUs.
-      wire_dtype: `"int8"`, `"float8_e4m3fn"` or a `LowBit`: floats travel in 8 bits with
-        scales, rounded once, and the derivative is as if they were not. None, or any
-        other dtype, which is that of the derivative's sums: that of `axis`; their own.
+      x: pytree of local blocks, of any shape and dtype.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      dim: the dimension along which blocks lie, in logical order.
+      tiled: True concatenates along `dim`; False stacks along a new dimension.
+      mode: the algorithm. None: the mode of the `Axis`, or `"auto"`.
+
+        - `"naive"`, `"stationary"`: `lax.all_gather`
+        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: `lax.all_gather` of each chunk
+        - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
+        - `"multi-ring"`: several rings at once, which share no link on a torus
+        - `"auto"`: bidirectional or multi-ring on TPUs, naive on GPUs, and otherwise unidirectional
+
+      wire_dtype: `"int8"`, `"float8_e4m3fn"` or a `LowBit`: floats travel in 8 bits with scales,
+        and the derivative ignores this. Another dtype is for the derivative's sums. None: that of
+        the `Axis`.
 
     Returns:
-      What `lax.all_gather(x, axis, axis=dim, tiled=tiled)` returns, varying over `axis`.
+      The same as `lax.all_gather(x, axis, axis=dim, tiled=tiled)`, varying over `axis`.
 
     Raises:
-      TypeError: an option of the wrong type.
-      ValueError: x that is typed as replicated over `axis`; a dimension out of range, an unknown
-        mode or axis name, a call outside shard_map.
+      TypeError: an option has the wrong type.
+      ValueError: x is typed as replicated over `axis`, the dimension, mode or axis does not exist,
+        or the call is outside shard_map.
 
-    Cost: a device sends (n-1)/n of the result, in n-1 steps one way, or half of that over each link
-    in n/2 steps both ways. The derivative is `reduce_scatter`, its sums in float32.
+    Cost: each of n devices sends (n-1)/n of the result, in n-1 hops. A bidirectional ring takes
+    n/2, with half the bytes on each link. The derivative is `reduce_scatter`, in float32.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -115,7 +118,7 @@ def all_gather(
     x = as_arrays("x", x)
     for leaf in jax.tree.leaves(x):
         check_dim("dim", dim, leaf.shape, stacked=not tiled)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):  # whose derivative is a sum
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):  # the derivative is a sum
             check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "a block")
     (x,) = vary_alike(ring.names, x)
@@ -143,32 +146,25 @@ def reduce_scatter(
     """Reduce-scatters every array of a pytree, by a ring or by `jax.lax`.
 
     Args:
-      x: pytree of local arrays; each is this device's partial sum of the whole.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      x: pytree of local arrays, each device's partial sums.
+      axis: a mesh axis, several in any order, or an `Axis`.
       dim: the dimension that is cut into one block a device, in logical order.
-      tiled: keep that dimension, divided by n, if True; its size is n and it goes if False.
-      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"multi-ring"` (one for each of several axes, which share no link on a torus),
-        `"naive"` (`lax.psum_scatter`; `"stationary"` is the same here), `"chunked-2"`,
-        `"chunked-4"`, `"chunked-8"` (the same of each chunk), or `"auto"`: the ring that suits the
-        links, both ways on a torus, one way on CPU, and XLA's own on GPUs.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
-        Rings add in float32 for 16-bit floats, and round once a hop.
+      tiled: True divides the dimension by n; False removes it, and its size must be n.
+      mode: as in `all_gather`, with `lax.psum_scatter`.
+      wire_dtype: dtype in which partial sums travel. None: that of the `Axis`, or of `x`. Rings add
+        16-bit floats in float32, and round at every hop.
 
     Returns:
-      What `lax.psum_scatter(x, axis, scatter_dimension=..., tiled=tiled)` returns, with dtypes
-      of `x`, varying over `axis`.
+      The same as `lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=tiled)`, in the dtypes of
+      `x`, varying over `axis`.
 
     Raises:
-      TypeError: booleans, which have no sum; an option of the wrong type.
-      ValueError: x that is typed as replicated over `axis`; a dimension that the ring does not
-        divide (or, untiled, that is not n), or is out of range; an unknown mode or axis name; a
-        call outside shard_map.
+      TypeError: x is of bools, or an option has the wrong type.
+      ValueError: x is typed as replicated over `axis`, n does not divide the dimension, the
+        dimension, mode or axis does not exist, or the call is outside shard_map.
 
-    Cost: a device sends (n-1)/n of `x` in the wire's dtype, in n-1 steps one way, or half of that
-    over each link in n/2 steps both ways. On an even ring that is no torus, towards lower logical
-    indices goes half a block more than that, and half a block less the other way. The derivative
-    is `all_gather`.
+    Cost: as `all_gather`, for `x` in the wire's dtype. If n is even and there is no torus, the
+    directions of a bidirectional ring differ by one block. The derivative is `all_gather`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -203,29 +199,23 @@ def all_reduce(
     """Sums every array of a pytree over devices, by rings or by `jax.lax`.
 
     Args:
-      x: pytree of local arrays of any shape; each is this device's partial sum.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      mode: None: that of `axis`, `"auto"` for a name. `"unidirectional"`, `"bidirectional"`,
-        `"multi-ring"` (one for each of several axes, which share no link on a torus),
-        `"naive"` (`lax.psum`; `"stationary"` is the same here), `"chunked-2"`, `"chunked-4"`,
-        `"chunked-8"` (a scatter and a gather of each), or `"auto"`: the ring that suits the links,
-        both ways on a torus, one way on CPU, and XLA's own on GPUs.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of `x`.
-        Rings add in float32 for 16-bit floats, and round once a hop.
+      x: pytree of local arrays, each device's partial sums.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      mode: as in `all_gather`, with `lax.psum`.
+      wire_dtype: as in `reduce_scatter`.
 
     Returns:
-      What `lax.psum(x, axis)` returns. Under `check_vma=True` it is typed as replicated over
-      `axis`, so that `out_specs=P()` holds.
+      The same as `lax.psum(x, axis)`. Under `check_vma=True` it is typed as replicated over `axis`,
+      so `out_specs=P()` holds.
 
     Raises:
-      TypeError: booleans, which have no sum; an option of the wrong type.
-      ValueError: x that is typed as replicated over `axis`; an unknown mode or axis name, a call
+      TypeError: x is of bools, or an option has the wrong type.
+      ValueError: x is typed as replicated over `axis`, the mode or axis is unknown, or the call is
         outside shard_map.
 
-    Cost: a device sends 2 (n-1)/n of `x`, padded to a multiple of n. Under `check_vma=True` the
-    gather is `lax.all_gather`, which alone can be typed as replicated, and the derivative sends
-    nothing; under `check_vma=False` all of it is rings, and so is the derivative, which is an
-    all-reduce, as for `lax.psum`.
+    Cost: each of n devices sends 2 (n-1)/n of `x`, padded to a multiple of n. Under
+    `check_vma=True` the gather is `lax.all_gather`, and the derivative sends nothing. Under
+    `check_vma=False` the derivative is an all-reduce, as for `lax.psum`.
 
     Example:
       >>> mesh = make_mesh("dp=8")

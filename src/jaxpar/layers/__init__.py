@@ -1,15 +1,15 @@
-"""Layers as functions of local blocks: data, FSDP, tensor and context parallelism."""
+"""Layers as functions of local blocks, the parts of arrays that a device has in `jax.shard_map`."""
 
-# Dimensions in the annotations of this folder, whose arrays are local blocks:
-#   tokens           all positions of all sequences; *tokens where they have several dimensions
-#   d                features of tokens
-#   columns          columns of a weight, such as hidden features or this device's logits
+# Names of dimensions in the annotations of this folder. All arrays are local blocks.
+#   tokens           positions of all sequences (*tokens: in several dimensions)
+#   d                features of a token
+#   columns          columns of a weight, such as hidden features or local logits
 #   batch            sequences, in any number of dimensions
-#   queries, keys    positions, of the queries and of the keys that they see
-#   groups           heads of keys and values
-#   repeats          heads of queries for each of these
-#   heads, size      heads of queries, and the features of a head
-#   of_value         the features of a head's values, if they are others
+#   queries, keys    positions of queries, and positions of keys
+#   groups           key and value heads
+#   repeats          query heads for each key and value head
+#   heads, size      query heads, and features of a head
+#   of_value         features of a value head, if they differ from size
 
 from typing import TYPE_CHECKING
 

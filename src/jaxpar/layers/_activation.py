@@ -1,4 +1,4 @@
-"""What an MLP makes of its projections: a function of one of them, or of gate and up together."""
+"""The activation of an MLP: a function of one projection, or of gate and up together."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ else:
 @readable
 @dataclass(frozen=True)
 class GatedActivation:
-    """Wraps an activation of gate and up together, in place of `activation(gate) * up`.
+    """An activation of gate and up together, in place of `activation(gate) * up`.
 
-    Pass it as `activation`. It also works as a decorator.
+    Pass it as `activation`, or use it as a decorator.
 
     Args:
       function: an elementwise `function(gate, up)` of two arrays of one shape.
 
     Raises:
-      TypeError: no function.
+      TypeError: `function` is not callable.
 
     Cost: none.
 
     Example:
       >>> @GatedActivation
-      ... def clamped(gate, up):  # that of gpt-oss
+      ... def clamped(gate, up):  # as in gpt-oss
       ...     gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
       ...     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
       >>> mesh = make_mesh("tp=8")
@@ -61,7 +61,7 @@ class GatedActivation:
 
 
 def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
-    """Returns the hidden features that are made of gate and up, or of up without a gate."""
+    """Returns the hidden features, computed from gate and up, or from up alone."""
     given = up if gate is None else gate
     if not isinstance(activation, GatedActivation):
         active = _call(activation, "wrap a function of gate and up in GatedActivation", given)
@@ -90,7 +90,7 @@ def _call(function: Callable[..., Any], remedy: str, *arrays: Array) -> Any:
     try:
         return of_user(function, "activation")(*arrays)
     except TypeError as reason:
-        # Asked only now: of a function that wraps another one, it may be that one's signature.
+        # Checked only after a failure: the signature of a wrapper may be the wrapped function's.
         if _takes(function, len(arrays)):
             raise
         given = "gate and up" if len(arrays) > 1 else "one array"

@@ -1,4 +1,4 @@
-"""Attention whose heads are sharded, and which device has which, where they need not divide."""
+"""Attention with sharded heads, in any number, and the layout of heads over devices."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from jaxpar.layers._projections import (
 @readable
 @dataclass(frozen=True)
 class HeadLayout:
-    """Query heads in blocks of equal size, one for each shard, and the key and value heads of each.
+    """A layout of attention heads over devices, made by `head_layout`.
 
-    Query head `j` uses key and value head `j // (heads // kv_heads)`. Heads beyond `heads` are
-    padding, which `parallel_attention` masks.
+    Query head `j` uses key and value head `j // (heads // kv_heads)`. Query heads from `heads` on
+    are padding, which `parallel_attention` masks.
 
     Attributes:
-      heads: query heads.
-      kv_heads: key and value heads; they divide `heads`.
-      shards: over how many devices heads are sharded.
+      heads: the number of query heads.
+      kv_heads: the number of key and value heads, which divides `heads`.
+      shards: the number of devices.
 
     Example:
       >>> layout = head_layout(6, 2, 4)
@@ -56,56 +56,56 @@ class HeadLayout:
 
     @property
     def padded_heads(self) -> int:
-        """The smallest multiple of `shards` that holds all query heads."""
+        """Returns the smallest multiple of `shards` that holds all query heads."""
         return self.local_heads * self.shards
 
     @property
     def local_heads(self) -> int:
-        """Query heads of one shard, padding included."""
+        """Returns the number of query heads of a shard, padding included."""
         return -(-self.heads // self.shards)
 
     @property
     def kv_sharded(self) -> bool:
-        """Whether key and value heads divide among shards; else every shard has all of them."""
+        """Returns whether key and value heads are sharded, not replicated."""
         return self.kv_heads % self.shards == 0
 
     @property
     def local_kv_heads(self) -> int:
-        """Key and value heads that one shard attends with; they divide `local_heads`."""
+        """Returns how many key and value heads a shard uses."""
         return self.local_heads // self._run
 
     @property
     def _run(self) -> int:
-        # So many consecutive query heads share a head on every shard: blocks begin at multiples of
-        # local_heads, groups at multiples of heads / kv_heads.
+        # The number of adjacent query heads that share a key and value head on every shard. Blocks
+        # begin at multiples of local_heads, and groups at multiples of heads / kv_heads.
         return gcd(self.local_heads, self.heads // self.kv_heads)
 
     def query_heads_of(self, shard: Any) -> Array:
-        """The query heads of a shard, `int32[local_heads]`; those from `heads` on are padding."""
+        """Returns a shard's query heads, `int32[local_heads]`; padding from `heads` on."""
         return shard * self.local_heads + jnp.arange(self.local_heads, dtype="int32")
 
     def kv_heads_of(self, shard: Any) -> Array:
-        """The key and value heads that a shard attends with, `int32[local_kv_heads]`.
+        """Returns the key and value heads that a shard uses, `int32[local_kv_heads]`.
 
-        One may be there more than once, where blocks of query heads cut a group in unequal parts.
+        A head repeats if blocks of query heads cut its group in unequal parts.
         """
         heads = jnp.minimum(self.query_heads_of(shard)[:: self._run], self.heads - 1)
         return heads // (self.heads // self.kv_heads)
 
     @public
     def pad_query(self, w: Array, dim: Integer = -1) -> Array:
-        """Pads an unsharded query weight, or its bias, to the heads that all shards have.
+        """Pads an unsharded query weight, or its bias, to `padded_heads`.
 
         Args:
-          w: `[..., heads * e]`, whole, of any dtype.
+          w: `[..., heads * e]`, unsharded.
           dim: the dimension of heads.
 
         Returns:
-          `[..., padded_heads * e]`, zeros behind what was given.
+          `[..., padded_heads * e]`, zeros at the end.
 
         Raises:
-          TypeError: a dim that is no integer.
-          ValueError: a dim out of range, or one that `heads` do not divide.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or no multiple of `heads`.
 
         Cost: a copy.
 
@@ -117,18 +117,18 @@ class HeadLayout:
 
     @public
     def pad_output(self, w: Array, dim: Integer = 0) -> Array:
-        """As `pad_query`, for the rows of an unsharded output weight.
+        """Pads the rows of an unsharded output weight to `padded_heads`.
 
         Args:
-          w: `[heads * e, ...]`, whole, of any dtype.
+          w: `[heads * e, ...]`, unsharded.
           dim: the dimension of heads.
 
         Returns:
-          `[padded_heads * e, ...]`, zeros behind what was given.
+          `[padded_heads * e, ...]`, zeros at the end.
 
         Raises:
-          TypeError: a dim that is no integer.
-          ValueError: a dim out of range, or one that `heads` do not divide.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or no multiple of `heads`.
 
         Cost: a copy.
 
@@ -140,18 +140,18 @@ class HeadLayout:
 
     @public
     def unpad_query(self, w: Array, dim: Integer = -1) -> Array:
-        """Returns what `pad_query` was given.
+        """Removes the padding of `pad_query`.
 
         Args:
-          w: `[..., padded_heads * e]`, as `pad_query` returned it.
+          w: `[..., padded_heads * e]`.
           dim: the dimension of heads.
 
         Returns:
           `[..., heads * e]`.
 
         Raises:
-          TypeError: a dim that is no integer.
-          ValueError: a dim out of range, or one that `padded_heads` do not divide.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
 
         Cost: a copy.
 
@@ -163,18 +163,18 @@ class HeadLayout:
 
     @public
     def unpad_output(self, w: Array, dim: Integer = 0) -> Array:
-        """Returns what `pad_output` was given.
+        """Removes the padding of `pad_output`.
 
         Args:
-          w: `[padded_heads * e, ...]`, as `pad_output` returned it.
+          w: `[padded_heads * e, ...]`.
           dim: the dimension of heads.
 
         Returns:
           `[heads * e, ...]`.
 
         Raises:
-          TypeError: a dim that is no integer.
-          ValueError: a dim out of range, or one that `padded_heads` do not divide.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
 
         Cost: a copy.
 
@@ -197,7 +197,6 @@ class HeadLayout:
         return whole
 
     def _blocks(self, size: int) -> PaddedDim:
-        """How heads of so many columns lie on the devices."""
         return PaddedDim.at_the_end(self.heads * size, self.shards, self.local_heads * size)
 
     def _head_size(self, w: Array, dim: int, heads: int) -> int:
@@ -215,21 +214,21 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
     """Returns which heads each of `shards` devices has.
 
     Args:
-      heads: query heads.
-      kv_heads: key and value heads, which divide `heads`: as many for plain attention, fewer for
-        grouped queries, 1 for multi-query attention.
-      shards: the size of the axis over which heads are sharded.
+      heads: the number of query heads.
+      kv_heads: the number of key and value heads, which divides `heads`. 1 is multi-query
+        attention.
+      shards: the size of the axis that shards heads.
 
     Returns:
-      The layout. Query heads are padded to a multiple of `shards`; key and value heads are sharded
-      where `shards` divides them, and else replicated.
+      The layout. Query heads are padded to a multiple of `shards`. Key and value heads are
+      replicated unless `shards` divides them.
 
     Raises:
-      TypeError: a number that is no integer.
+      TypeError: a number is no integer.
       ValueError: `kv_heads` does not divide `heads`, or a number is not positive.
 
-    Cost: padding computes `padded_heads / heads` of the attention; what is replicated is projected
-    by every device for its own query heads alone.
+    Cost: padding takes `padded_heads / heads` times the work. From replicated weights, a device
+    projects only for its own query heads.
 
     Example:
       >>> layout = head_layout(heads=5, kv_heads=5, shards=4)
@@ -268,51 +267,45 @@ def parallel_attention(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Projects to queries, keys and values, attends head by head, and projects back.
+    """Computes multi-head attention with its projections, heads sharded over the axis.
 
-    `layout = head_layout(heads, kv_heads, n)` says which heads each of the n devices has: any
-    number of heads works on any number of devices.
+    `layout = head_layout(heads, kv_heads, n)` assigns any number of heads to the n devices.
 
     Args:
-      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_dim=None`, replicated.
-      w_q: local `[k, padded_heads * e / n]`, of what `layout.pad_query` returns.
-      w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, and else whole,
-        `[k, kv_heads * e]`, replicated over `axis`.
-      w_v: as `w_k`; its e may differ.
-      w_o: local `[padded_heads * e / n, m]`, of what `layout.pad_output` returns.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel, as in `column_parallel_linear` and `row_parallel_linear`.
-      attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`;
-        g divides h, and query head j uses key and value head `j // (h // g)`. It handles masks,
-        positions and further axes over which the sequence is sharded. Its arrays with an entry for
-        each query head, such as the sinks of `ring_attention`, are sharded and padded like w_q.
-      heads: query heads in all, without padding.
-      kv_heads: key and value heads in all.
-      biases: of q, k, v and o, each an array or None, sharded as the columns of the weight are.
-      sequence_dim: the dimension of x and of the result that is sharded, or None.
+      x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
+      w_q: local `[k, padded_heads * e / n]`, padded by `layout.pad_query`.
+      w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else replicated
+        `[k, kv_heads * e]`.
+      w_v: like w_k, possibly with another e.
+      w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
+      axis: as in `column_parallel_linear` and `row_parallel_linear`.
+      attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
+        Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions and
+        further axes of the sequence. Pad and shard its arrays by query head, such as sinks, like
+        w_q.
+      heads: the number of query heads, without padding.
+      kv_heads: the number of key and value heads.
+      biases: arrays or None for q, k, v and o, sharded like the columns of the weights.
+      sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension along which weights are sharded further; or a pair, of `w_q`, `w_k`
-        and `w_v`, and of `w_o`.
-      fsdp_first: whether heads are cut by `fsdp_axis` first: `P(None, ("fsdp", "tp"))` for
-        w_q, `P(("fsdp", "tp"))` for w_o. The layout is then that of all n f devices,
-        `head_layout(heads, kv_heads, n * f)`, and `fsdp_dim` is `(1, 0)`.
-      preferred_element_type: as in `all_gather_matmul`; what `attend` returns is cast to the dtype
-        of `w_o`.
+      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for q, k, v and for o.
+      fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
+        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)` and
+        `head_layout(heads, kv_heads, n * f)`.
+      preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    Heads that are padding are zeros before and after `attend`: their weights get zero gradients.
-
     Returns:
-      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
+      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads get zero
+      gradients.
 
     Raises:
-      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: numbers of heads or columns that do not fit, `attend` returning another shape,
-        and as `column_parallel_linear` and `row_parallel_linear`.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: heads, columns or the result of `attend` do not fit; as in
+        `column_parallel_linear`.
 
-    Cost: one gather of x for all three projections, one reduce-scatter of the result. Of keys and
-    values that are not sharded a device projects only what its query heads use, and the gradients
-    of their weights are summed over the axis.
+    Cost: one gather of x and one reduce-scatter of the result. From replicated weights, a device
+    projects keys and values only for its own query heads, and gradients are summed over the axis.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)
@@ -361,7 +354,7 @@ def parallel_attention(
 
 @dataclass(frozen=True)
 class _OwnHeads:
-    """The heads of the device that runs the program: those of `blocks` shards of the layout."""
+    """The heads of this device: `blocks` shards of the layout."""
 
     layer: Projection
     layout: HeadLayout
@@ -376,11 +369,11 @@ class _OwnHeads:
         return self.layout.local_kv_heads * self.blocks
 
     def select(self, name: str, whole: Num[Array, "*into columns"]) -> Num[Array, "*into own"]:
-        """Takes, of the last dimension of keys or values that all devices have, its own heads."""
+        """Takes this device's heads from the columns of a replicated weight."""
         if name == "w_q" or self.layout.kv_sharded:
             return whole
         index = self._of_blocks(self.layout.kv_heads_of)
-        # What several query heads or devices use gets the sum of their gradients, in float32.
+        # Several query heads or devices may use one head. Their gradients are summed in float32.
         wide = vary_wide(varying_axes(whole, index), whole)
         heads = self.layout.kv_heads
         size = whole.shape[-1] // heads
@@ -389,14 +382,13 @@ class _OwnHeads:
         return own.reshape(*whole.shape[:-1], self.kv_count * size)
 
     def mask(self, x: Num[Array, "*tokens heads size"]) -> Num[Array, "*tokens heads size"]:
-        """Replaces heads that are padding by zeros."""
+        """Replaces padding heads by zeros."""
         if self.layout.padded_heads == self.layout.heads:
             return x
         real = self._of_blocks(self.layout.query_heads_of) < self.layout.heads
         return jnp.where(with_rank(x.ndim, real[:, None]), x, jnp.zeros_like(x))
 
     def check(self, name: str, w: Array, along: Integer) -> None:
-        """Raises unless the columns of a weight are those of whole heads."""
         layout, fsdp = self.layout, self.layer.fsdp
         heads, what = self.count, f"{layout.padded_heads} query heads over {layout.shards} devices"
         if name != "w_q":
@@ -414,9 +406,9 @@ class _OwnHeads:
             )
 
     def _of_blocks(self, heads_of: Callable[[Any], Array]) -> Int[Array, " heads"]:
-        """The heads of all shards of the layout that this device has, one after the other."""
+        """Returns the heads of all this device's shards."""
         index = self.layer.ring.index()
-        # Where fsdp cuts first, what is gathered over it are shards as far apart as `axis` is long.
+        # If fsdp shards first, a gather over it joins shards that are ring.size apart.
         stride = self.layer.ring.size
         return jnp.concatenate([heads_of(index + block * stride) for block in range(self.blocks)])
 

@@ -1,11 +1,6 @@
 """Attention between some queries and some keys: partial softmax, its merge, its gradients.
 
-Arrays are grouped by kv head, positions next to last: queries have `repeats` heads for each of the
-`groups` heads of keys and values, and segments are of all heads.
-
-A softmax is kept as the highest score and the sum of exponentials below it, apart: their one
-float32 logarithm has lost, where scores are around -300, the digits by which weights sum to 1 and
-gradients to 0.
+Arrays are grouped by key and value head, with positions next to last.
 """
 
 from dataclasses import dataclass, replace
@@ -27,33 +22,33 @@ Segments = Int32[Array, "*batch 1 positions 1"]
 
 
 class SoftmaxState(NamedTuple):
-    """What queries got from the keys that they have seen."""
+    """The attention of queries to the keys so far."""
 
-    # The mean of values; of a tile alone, as `attend` returns it, their sum by exp(score - top). A
-    # sum until the end would take fewer operations, and made no training step shorter (v5p, v6e).
+    # The mean of values. `attend` returns a sum instead, weighted by exp(score - top). A sum until
+    # the end would take fewer operations, but made no training step shorter (v5p, v6e).
     out: Results
-    top: OfQueries  # the highest score, finite also before any
+    top: OfQueries  # the highest score; finite even before any
     total: OfQueries  # the sum of exp(score - top)
 
 
 class Keys(NamedTuple):
-    """Keys with what belongs to them, which travels with them."""
+    """Keys with the values and segments that travel with them."""
 
     k: OfKeys
     v: OfValues
-    segments: Segments | None = None  # queries see none that is negative
+    segments: Segments | None = None  # no query sees a negative segment
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How products of queries and keys are made, scaled and capped."""
+    """The computation of scores: product, scale and cap."""
 
     scale: float
     precision: Any
     softcap: float | None = None
 
     def product(self, subscripts: str, left: Array, right: Array) -> Array:
-        """Multiplies over all batch dimensions, sums in float32 at least."""
+        """Multiplies over all batch dimensions, with sums in float32 or wider."""
         return jnp.einsum(
             subscripts,
             left,
@@ -63,13 +58,13 @@ class Scores:
         )
 
     def __call__(self, q: Queries, k: OfKeys) -> OfPairs:
-        """Returns the scores of all pairs, seen or not."""
+        """Returns the scores of all pairs, without a mask."""
         scores = self.product("...grqe,...gke->...grqk", q, k)
         scores = scores * jnp.asarray(self.scale, scores.dtype)
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def through_cap(self, scores: OfPairs, gradients: OfPairs) -> OfPairs:
-        """Returns the gradients of scores before the cap, from those of capped scores."""
+        """Returns the gradients of scores before the cap."""
         if self.softcap is None:
             return gradients
         return gradients * (1 - jnp.square(scores / self.softcap))
@@ -77,17 +72,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tile:
-    """Which queries attend to which keys: of either the first position and how many.
+    """A span of queries, the span of keys that they see, and the mask between them.
 
-    Only the first positions and what decides whether a pair is seen may be traced.
+    Only first positions and the mask's conditions may be traced.
 
     Attributes:
-      queries: of the block of queries.
-      keys: of the block of keys.
-      least: a query sees only keys whose number in the tile is at least so much below its own;
-        None: no bound.
-      most: the same, at most so much below; None: no bound.
-      seen: whether any pair is seen: otherwise the tile is not computed.
+      queries: first position and length in the block of queries.
+      keys: first position and length in the block of keys.
+      least: the least number of a query minus that of a key it sees, or None.
+      most: the largest such difference, or None.
+      seen: whether any pair is seen.
     """
 
     queries: tuple[Any, int]
@@ -97,7 +91,7 @@ class Tile:
     seen: Any = True
 
     def when(self, seen: Any) -> "Tile":
-        """Returns the tile, computed only where this condition holds, too."""
+        """Returns the tile, computed only if `seen` holds too."""
         if self.seen is True or seen is False:
             return replace(self, seen=seen)
         return self if seen is True or self.seen is False else replace(self, seen=self.seen & seen)
@@ -108,7 +102,7 @@ class Tile:
         of_queries: Int32[Array, "*batch 1 queries 1"] | None,
         of_keys: Int32[Array, "*batch 1 keys 1"] | None,
     ) -> OfPairs:
-        """Returns scores, -inf where a query does not see."""
+        """Returns scores with -inf for unseen pairs."""
         if not (self.least is None and self.most is None):
             shape = (1,) * (scores.ndim - 2) + scores.shape[-2:]
             rows, columns = (
@@ -130,17 +124,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Backward:
-    """What the gradients of a tile need of the queries, apart from keys and values."""
+    """The inputs of a tile's gradients besides keys and values."""
 
     q: Queries
-    ct: Results  # of the result
-    top: OfQueries  # of all scores
-    inverse: OfQueries  # of the total
-    inner: OfQueries  # product of result and cotangent
+    ct: Results  # the cotangent of the result
+    top: OfQueries  # the highest of all scores
+    inverse: OfQueries  # 1 / total
+    inner: OfQueries  # inner product of result and cotangent
     segments: Segments | None
 
 
-# Gradients of all queries, of the keys and of the values, summed so far.
+# The sums of gradients so far: of all queries, of the keys, and of the values.
 Sums = tuple[Queries, OfKeys, OfValues]
 
 
@@ -151,12 +145,12 @@ def attend(
     keys: Keys,
     segments: Segments | None = None,
 ) -> SoftmaxState:
-    """Returns what a tile's queries get from its keys alone, `out` a sum."""
+    """Returns a tile's softmax state, `out` a sum."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
     logits = tile.mask(scores(q, keys.k), segments, keys.segments)
-    # Finite where no key is seen: -inf - -inf is NaN. The shift cancels in the result, and needs no
-    # derivative.
+    # Finite even if no key is seen, as -inf - -inf is NaN. The shift cancels in the result, so it
+    # needs no derivative.
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=jnp.finfo(logits.dtype).min / 2))
     weights = jnp.exp(logits - _column(top))
     out = scores.product("...grqk,...gke->...grqe", weights.astype(keys.v.dtype), keys.v)
@@ -164,12 +158,12 @@ def attend(
 
 
 def mean_of(sums: SoftmaxState) -> SoftmaxState:
-    """Returns the same, `out` a mean."""
+    """Returns the state with `out` as a mean."""
     return sums._replace(out=sums.out * _column(inverse_of(sums.total)))
 
 
 def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> SoftmaxState:
-    """Adds to the state of all queries what some of them got, as a sum, from keys not yet seen."""
+    """Merges a part, of some queries and new keys, into the state of all queries."""
     before = SoftmaxState(
         cut(state.out, queries),
         cut(state.top, queries, -1),
@@ -189,7 +183,7 @@ def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> 
 
 
 def join_sinks(state: SoftmaxState, sinks: Float[Array, "groups repeats"]) -> SoftmaxState:
-    """Adds to the softmax of all queries one score a head, without a value."""
+    """Adds one score a head, without a value, to the softmax."""
     wide = _of_heads(sinks, state.top)
     # As in `attend`, the shift needs no derivative.
     top = lax.stop_gradient(lax.max(state.top, wide))
@@ -201,27 +195,27 @@ def join_sinks(state: SoftmaxState, sinks: Float[Array, "groups repeats"]) -> So
 def gradient_of_sinks(
     sinks: Float[Array, "groups repeats"], at: Backward
 ) -> Float[Array, "groups repeats"]:
-    """Returns the gradient of the sinks, which have weights but no values."""
+    """Returns the gradient of the sinks."""
     weights = jnp.exp(_of_heads(sinks, at.top) - at.top) * at.inverse
     batch = range(at.top.ndim - 3)
     return -jnp.sum(weights * at.inner, axis=(*batch, -1))
 
 
 def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Sums) -> Sums:
-    """Adds a tile's gradients to those of all queries, of the keys and of the values."""
+    """Adds the gradients of a tile to `sums`."""
     (dq, dk, dv), queries = sums, tile.queries
     q, ct = cut(at.q, queries), cut(at.ct, queries)
     k, v, of_keys = _cut_keys(keys, tile.keys)
     top, inverse = cut(at.top, queries, -1), cut(at.inverse, queries, -1)
     inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
     logits = scores(q, k)
-    # The weights of the whole softmax, not of the tile's: `top` and `inverse` are of all keys.
-    # The difference first, which is exact where it matters.
+    # Weights in the softmax over all keys, not only the tile's: so are `top` and `inverse`.
+    # Subtract first: the difference is exact where it matters.
     masked = tile.mask(logits, segments, of_keys)
     weights = jnp.exp(masked - _column(top)) * _column(inverse)
     keys_span = tile.keys
     by_weight = scores.product("...grqe,...gke->...grqk", ct, v)
-    by_logit = weights * (by_weight - _column(inner))  # scaled in what is made of it, s x e
+    by_logit = weights * (by_weight - _column(inner))  # scaled later, in the smaller products
     by_logit = scores.through_cap(logits, by_logit)
     scale = jnp.asarray(scores.scale, inner.dtype)
     weights, by_logit = weights.astype(ct.dtype), by_logit.astype(q.dtype)
@@ -236,12 +230,12 @@ def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Su
 
 
 def inverse_of(total: OfQueries) -> OfQueries:
-    """1 / total. It is at least 1 where a key is seen; else 0, as all that is multiplied by it."""
-    return 1 / jnp.maximum(total, 0.5)  # not 1, where the derivative of the larger one is a half
+    """Returns 1 / total, where a total is at least 1, or 0 if no key is seen."""
+    return 1 / jnp.maximum(total, 0.5)  # not 1: at a tie, maximum has half the derivative
 
 
 def _column(x: Float[Array, "*shape"]) -> Float[Array, "*shape 1"]:
-    return lax.expand_dims(x, [x.ndim])  # indexing by None takes ten times as long to trace
+    return lax.expand_dims(x, [x.ndim])  # indexing by None traces ten times as long
 
 
 def _of_heads(x: Float[Array, "groups repeats"], like: OfQueries) -> OfQueries:
@@ -259,7 +253,7 @@ def _cut_segments(
 
 
 def cut(x: Array, span: tuple[Any, int], dim: int = -2) -> Array:
-    """Returns a span's positions of `x`."""
+    """Returns the positions of a span."""
     start, size = span
     if size == x.shape[dim]:
         return x
@@ -267,7 +261,7 @@ def cut(x: Array, span: tuple[Any, int], dim: int = -2) -> Array:
 
 
 def put(x: Array, part: Array, span: tuple[Any, int], dim: int = -2) -> Array:
-    """Returns `x` with a span's positions replaced."""
+    """Replaces the positions of a span."""
     start, size = span
     if size == x.shape[dim]:
         return part

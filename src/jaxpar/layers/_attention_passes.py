@@ -1,4 +1,7 @@
-"""Attention over a ring and its gradients: what each step does with its tiles, in what order."""
+"""The forward and backward pass of ring attention.
+
+A tile is a span of queries with a span of keys that they see.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,21 +37,18 @@ from jaxpar.layers._attention_block import (
 from jaxpar.layers._attention_tiles import RingAttention, run_of
 from jaxpar.ring.ways import Arrivals, Round, Use, Visits, as_it_is, forward_first
 
-# Of keys and values, to travel with these.
+# Gradients of keys and values, which travel with them.
 KeySums = tuple[OfKeys, OfValues]
 
 Sinks = Float[Array, "groups repeats"]
 
-# What the backward pass needs of the forward pass, for policies of `jax.checkpoint`.
+# The name of the residuals, for policies of `jax.checkpoint`.
 KEPT = "attention"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Results:
-    """Attention of q to the keys and values of all devices.
-
-    All vary over the same axes, the ring's among them. Queries are of the segments of their keys.
-    """
+    """Computes attention to the keys of all devices; operands vary over the same axes."""
     return _forward(method, q, keys, sinks).out
 
 
@@ -72,7 +72,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
 
     def own(keys: Keys) -> SoftmaxState:
         each, rest = method.own_tiles(length)
-        # Apart until the end: to write into the state of all is a pass over it.
+        # Joined only at the end: each write into the joint state would be a pass over it.
         parts = [mean_of(attend(method.scores, t, q, keys, segments)) for t in each]
         for tile in rest:
             number = run_of(each, tile)
@@ -84,14 +84,14 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
 
             parts[number] = _if_seen(tile, compute, parts[number])
         outs, tops, totals = zip(*parts, strict=True)
-        along = q.ndim - 2  # positions, the last dimension of all but the results
+        along = q.ndim - 2  # positions: next to last in the results, last in the rest
         return SoftmaxState(*(lax.concatenate(x, along) for x in (outs, tops, totals)))
 
     def add(state: SoftmaxState, keys: Keys, source: Int[Array, ""], lane: int) -> SoftmaxState:
         for tile in method.tiles(length, keys.k.shape[-2], source, lane):
 
             def compute(state: SoftmaxState, tile: Tile = tile) -> SoftmaxState:
-                # One tile after the other: their scores are most of the memory.
+                # Compute tiles one by one: their scores take most of the memory.
                 state, k = lax.optimization_barrier((state, keys.k))
                 part = attend(method.scores, tile, q, keys._replace(k=k), segments)
                 return merge(state, tile.queries, part)
@@ -109,8 +109,8 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
 
 
 def _fwd(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Any:
-    # Named here, and not by who calls: a policy of `jax.checkpoint` sees what the backward pass
-    # reads, and a name given to the result is another array.
+    # Named here, not by the caller: a policy of `jax.checkpoint` looks at the arrays that the
+    # backward pass reads. A name for the returned result would make another array.
     state = checkpoint_name(_forward(method, q, keys, sinks), KEPT)
     return forward_first([method.way], state.out, (q, keys, sinks, state))
 
@@ -120,13 +120,13 @@ def _bwd(
 ) -> tuple[Queries, Keys, Sinks | None]:
     q, keys, sinks, state = residuals
     dtype = sum_dtype(q.dtype)
-    # The mean, by the weights of all keys, of these weights' gradients. The derivative of a softmax
-    # subtracts it from each of them, and it is known without any weight.
+    # The mean of the weights' gradients, weighted by the softmax over all keys. The derivative of
+    # the softmax subtracts it. The result and its cotangent give it without any weight.
     inner = jnp.sum(state.out.astype(dtype) * ct.astype(dtype), axis=-1)
     inverse = inverse_of(state.total)
     at, length = Backward(q, ct, state.top, inverse, inner, keys.segments), q.shape[-2]
     each, rest = method.own_tiles(length)
-    # The first transfer, of keys and values, is shorter than the last, of their gradients.
+    # The first transfer (keys and values) is shorter than the last one (their gradients).
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
 
     def add_tile(tile: Tile, keys: Keys, sums: Sums, *, first: bool) -> Sums:
@@ -176,7 +176,7 @@ attention.defvjp(_fwd, _bwd)
 
 
 def _if_seen(tile: Tile, compute: Callable[[Any], Any], state: Any) -> Any:
-    """Returns `compute(state)`, or `state` where no pair of the tile is seen."""
+    """Returns `compute(state)`, or `state` if the tile sees no pair."""
     if tile.seen is True:
         return compute(state)
     return control_flow.cond(tile.seen, compute, lambda state: state, state)

@@ -1,4 +1,8 @@
-"""Which tiles of queries and keys a device computes, of its own block and of those that arrive."""
+"""The tiles of queries and keys that a device computes.
+
+A tile is a span of queries with a span of keys that they see. A run is a span of adjacent
+positions. A lane is a part of a block that travels by itself.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,20 +17,19 @@ from jaxtyping import Int, Shaped
 from jaxpar.layers._attention_block import Scores, Tile
 from jaxpar.ring.ways import Way
 
-# The most runs into which a device's own positions are cut, to skip scores outside of a window.
-# More would take longer to trace: there are two tiles a run.
+# The most runs in a chunk of local positions. Runs allow to skip scores outside the window. More
+# runs take longer to trace, with two tiles each.
 RUNS = 8
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """How attention runs, the same forward and backward.
+    """The settings of ring attention, forward and backward.
 
     Attributes:
-      way: how keys travel.
-      window: how many positions before its own a query sees, and how many after it; None: all.
-      zigzag: whether a device holds an early and a late chunk of positions; otherwise, or where
-        queries see all positions, one run.
+      way: the algorithm that moves keys and values.
+      window: how many positions a query sees before and after its own. None: all.
+      zigzag: whether a device holds an early and a late chunk, and their order matters.
       scores: how scores are computed.
     """
 
@@ -41,15 +44,11 @@ class RingAttention:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks in a block: runs of adjacent positions."""
+        """Returns the number of chunks, runs of adjacent positions, in a block."""
         return 2 if self.zigzag else 1
 
     def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
-        """Tiles of a device's own block: one for each run of queries, and the tiles between runs.
-
-        Both orders keep a device's positions ascending. If there are more than two runs, each is at
-        least as long as the window, so it sees only its neighbours.
-        """
+        """Returns tiles of the local block: within runs of queries, and between runs."""
         runs = self._runs(length)
         if self.window == (None, None):
             return [Tile(run, (0, length)) for run in runs], []
@@ -57,7 +56,7 @@ class RingAttention:
         rest: list[Tile] = []
         for early, late in pairwise(runs):
             after: Any = late[0] - early[0]
-            if self.zigzag and late[0] == length // 2:  # from one chunk to the other
+            if self.zigzag and late[0] == length // 2:  # the gap between the two chunks
                 between = 2 * (self.way.ring.size - 1 - self.way.ring.index())
                 after = after + between.astype("int32") * (length // 2)
             rest.append(self._tile(late, early, after, past=True))
@@ -66,7 +65,7 @@ class RingAttention:
         return each, [tile for tile in rest if tile.seen is not False]
 
     def tiles(self, queries: int, keys: int, source: Int[Array, ""], lane: int) -> list[Tile]:
-        """Tiles of another device's block, or of one of its lanes."""
+        """Returns the tiles of another device's block or lane."""
         if self.window == (None, None):
             return [Tile((0, queries), (0, keys))]
         index, n = self.way.ring.index().astype("int32"), self.way.ring.size
@@ -75,7 +74,7 @@ class RingAttention:
         early_keys, late_keys = (0, columns), (columns, columns)
 
         def after(chunks: Any) -> Any:
-            """By how much queries, so many chunks after the lane's chunk, come after the lane."""
+            """Returns how far queries, `chunks` chunks later, are after the lane."""
             return chunks * rows - lane * columns
 
         before = source < index
@@ -86,8 +85,8 @@ class RingAttention:
         elif self.causal:
             # Device i has chunks i and 2n-1-i of 2n. Its late queries see all early keys. Its early
             # queries see the early keys of devices before it. Its late queries see the late keys of
-            # devices after it. So each step does the same work, of the same shape, and without a
-            # window masks nothing.
+            # devices after it. So each step does the same work, in the same shapes. Without a
+            # window, it masks nothing.
             behind = (source > index).astype("int32")
             chosen = (behind * rows, rows), (behind * columns, columns)
             tiles = [
@@ -105,7 +104,7 @@ class RingAttention:
         return [tile for tile in tiles if tile.seen is not False]
 
     def _runs(self, length: int) -> list[tuple[int, int]]:
-        """Starts and sizes of the runs into which a device's own positions are cut."""
+        """Returns starts and sizes of the runs of local positions."""
         chunk, most = length // self.chunks, 2 // self.chunks
         widest = _widest(*self.window)
         if widest is not None:
@@ -125,19 +124,11 @@ class RingAttention:
         after: Any,
         past: Any = None,
     ) -> Tile:
-        """The tile of two runs of positions, without what the window leaves out.
-
-        Args:
-          queries: where they are in their block.
-          keys: the same.
-          after: the first query's position less the first key's.
-          past: True if all keys are before all queries, False if after them; None: the positions
-            are the same.
-        """
+        """Returns the tile of two runs of positions, cut to the window."""
         left, right = self.window
         if past is not None:
             widest = left if past is True else right if past is False else _widest(left, right)
-            if widest is not None:  # of either those next to the other ones
+            if widest is not None:  # keep those next to the other run
                 (row, rows), (column, columns) = queries, keys
                 fewer_rows, fewer_columns = max(0, rows - widest), max(0, columns - widest)
                 down = _choose(past, 0, fewer_rows)
@@ -152,11 +143,7 @@ class RingAttention:
         return _bounded(Tile(queries, keys), least, most)
 
     def split(self, block: Any, parts: int) -> list[Any]:
-        """Deals the positions of keys out to `parts` lanes; to one if they do not divide.
-
-        A lane has a run of every chunk, early and late. So half of each of its tiles is seen, as in
-        the whole block.
-        """
+        """Splits the positions of keys into `parts` lanes, or one if they do not divide."""
         chunks, length = self.chunks, block.k.shape[-2]
         run = length // (parts * chunks)
         if parts == 1 or run * parts * chunks != length:
@@ -172,7 +159,7 @@ class RingAttention:
         return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(parts)]
 
     def join(self, lanes: list[Any]) -> Any:
-        """The inverse of `split`."""
+        """Joins lanes, the inverse of `split`."""
         if len(lanes) == 1:
             return lanes[0]
 
@@ -186,15 +173,12 @@ class RingAttention:
         return jax.tree.map(join, *lanes)
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
-        """Which lane of a block an arrival is, by its number of keys and its number.
-
-        Arrivals by several directions of one ring are the same lane of different blocks.
-        """
+        """Returns which lane of its block an arrival is."""
         return number * (length // keys) // count
 
 
 def run_of(each: Sequence[Tile], tile: Tile) -> int:
-    """The number of the run that has the queries of a tile."""
+    """Returns the number of the run with a tile's queries."""
     return max(n for n, run in enumerate(each) if run.queries[0] <= tile.queries[0])
 
 
@@ -209,9 +193,9 @@ def _choose(condition: Any, if_true: int, if_false: int) -> Any:
 
 
 def _bounded(tile: Tile, least: Any, most: Any) -> Tile:
-    """Returns the tile with those bounds that leave a pair out, and whether they leave any in."""
+    """Drops bounds that exclude no pair, and sets whether any pair is seen."""
     rows, columns = tile.queries[1], tile.keys[1]
-    lowest, highest = 1 - columns, rows - 1  # of a query's number less a key's
+    lowest, highest = 1 - columns, rows - 1  # of a query's number minus a key's
     if not rows or not columns:
         return replace(tile, seen=False)
     if least is not None:

@@ -1,8 +1,7 @@
-"""The cross-entropy of a chunk of tokens after the other, and its derivative.
+"""The cross-entropy of one chunk of tokens after another, and its derivative.
 
-A device computes the logits of its own columns for one chunk, keeps three numbers a token (the
-highest logit, the sum of exponentials below it, the logit that the label asks for), and forgets
-them. One pmax and one psum of these make the losses. The derivative computes the logits again.
+A device computes the logits of its own columns, and saves three numbers a token. One pmax and one
+psum of them give the losses. The derivative computes the logits again.
 """
 
 from dataclasses import dataclass
@@ -22,17 +21,17 @@ from jaxpar.choose.problem import Problem
 from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along
 from jaxpar.ring.ways import Way
 
-# Of each token, in this device's columns: the highest logit, the sum of exponentials below it, and
-# the logits that the target asks for.
+# For each token, in the local columns: the highest logit, the sum of exp(logit - highest), and the
+# sum of the logits weighted by the target.
 Measured = tuple[Float[Array, " tokens"], Float[Array, " tokens"], Float[Array, " tokens"]]
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """What the loss is and how it is computed, apart from the operands."""
+    """The options of the loss."""
 
     ring: Ring
-    dim: int | None  # of x, along which it is sharded
+    dim: int | None  # the sharded dimension of x
     vocabulary: int
     chunk: int
     label_smoothing: float
@@ -42,11 +41,11 @@ class ChunkedLoss:
     precision: Any
 
     def way(self, ring: Ring, x: Array) -> Way:
-        """How tokens or their gradients travel over a ring."""
+        """Returns the algorithm that moves tokens or their gradients."""
         return choose_way(Problem("loss", ring, (x.shape,), what=str(x.dtype)))
 
     def whole(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*all d"]:
-        """The tokens of all devices, where they are sharded."""
+        """Returns the tokens of all devices."""
         if self.dim is None:
             return x
         (x,) = vary_alike(self.ring.names, x)
@@ -55,16 +54,16 @@ class ChunkedLoss:
     def of_tokens(
         self, x: Float[Array, "*tokens"], labels: Int[Array, "*tokens"]
     ) -> Float[Array, "*tokens"]:
-        """Returns x with 0 for tokens to ignore, and NaN where a label is no column."""
-        ignored = labels == self.ignore_label  # mostly no column either
+        """Returns x with 0 for ignored tokens, and NaN for wrong labels."""
+        ignored = labels == self.ignore_label  # this label is usually no column either
         wrong = ~ignored & ((labels < 0) | (labels >= self.vocabulary))
-        # A constant NaN stops `jax_debug_nans` where nothing is wrong.
+        # Not a constant NaN: `jax_debug_nans` would stop although nothing is wrong.
         return jnp.where(ignored, 0, x) + jnp.log(jnp.where(wrong, -1, 1).astype(x.dtype))
 
     def chunks(
         self, x: Shaped[Array, "..."], fill: int = 0, features: int = 0
     ) -> Shaped[Array, "chunks tokens *features"]:
-        """Cuts tokens, each of so many dimensions, into chunks of as many, the last one padded."""
+        """Cuts tokens into equal chunks, the last one padded."""
         x = x.reshape(-1, *x.shape[x.ndim - features :])
         count = -(-len(x) // self.chunk)
         length = -(-len(x) // count)
@@ -78,8 +77,8 @@ class ChunkedLoss:
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
     ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"]]:
-        """The rows that count, and their products with w."""
-        # Zeros, not what happens to be there: a NaN times a zero gradient would be one.
+        """Returns the rows, ignored ones as zeros, and their products with w."""
+        # Ignored rows may hold NaN, and NaN times a zero gradient is NaN.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
         products = jnp.einsum(
             "td,dv->tv",
@@ -95,25 +94,25 @@ class ChunkedLoss:
         products: Float[Array, "tokens columns"],
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "tokens columns"]:
-        """The logits: the bias added, capped, and -inf in padded columns."""
+        """Returns logits with bias and cap, and -inf in padded columns."""
         real = columns < self.vocabulary
         if bias is not None:
             products = products + bias[None].astype(products.dtype)
         if self.softcap is not None:
-            # Padding first: a NaN that is masked only afterwards has a gradient of NaN.
+            # Mask the padding first: a NaN that is masked later has a NaN gradient.
             products = jnp.where(real, products, 0)
             products = self.softcap * jnp.tanh(products / self.softcap)
         return jnp.where(real, products, -jnp.inf)
 
     def columns(self, w: Float[Array, "d columns"], labels: Array) -> Int[Array, "1 columns"]:
-        """The labels of this device's columns, in the dtype of labels."""
+        """Returns the labels of the local columns."""
         first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
         return (first + jnp.arange(w.shape[1], dtype=labels.dtype))[None]
 
     def target(
         self, columns: Int[Array, "1 columns"], labels: Int[Array, " tokens"], dtype: Any
     ) -> Float[Array, "tokens columns"]:
-        """The probabilities that the labels ask for, in these columns."""
+        """Returns the target probabilities in these columns."""
         even = self.label_smoothing / self.vocabulary
         here = columns == labels[:, None]
         return jnp.where(here, 1.0 - self.label_smoothing + even, even).astype(dtype)
@@ -127,11 +126,7 @@ def chunked_losses(
     bias: Float[Array, " columns"] | None,
     labels: Int[Array, "*all"],
 ) -> Float[Array, "*tokens"]:
-    """Each token's loss; `labels` are those of all tokens.
-
-    Along the ring `w` and the bias vary, and x only if it is gathered along a `dim`. Over other
-    axes all vary alike.
-    """
+    """Computes the loss of each token; `labels` are those of all devices."""
     return _fwd(loss, x, w, bias, labels)[0]
 
 
@@ -149,12 +144,12 @@ def _fwd(
     ) -> tuple[None, Measured]:
         _rows, products = loss.products(chunk[0], w, chunk[1])
         logits = loss.logits(columns, products, bias)  # [tokens, columns]
-        # The shift cancels in the losses, so that second derivatives do without its own.
+        # The shift cancels in the losses, so second derivatives do not need its derivative.
         highest = lax.stop_gradient(jnp.max(logits, axis=1))
-        # Where all columns pad, -inf - -inf would be NaN.
+        # If all local columns are padding, -inf - -inf would be NaN.
         below = jnp.exp(logits - jnp.where(highest == -jnp.inf, 0, highest)[:, None])
         target = loss.target(columns, chunk[1], logits.dtype)
-        # The logit of another column may be -inf, and 0 times -inf is NaN.
+        # Logits of other columns may be -inf, and 0 times -inf is NaN.
         aimed = jnp.where((columns < loss.vocabulary) & (target > 0), target * logits, 0)
         return None, (highest, jnp.sum(below, axis=1), jnp.sum(aimed, axis=1))
 
@@ -164,7 +159,7 @@ def _fwd(
     top = lax.pmax(highest, names)
     total, aimed = lax.psum(jnp.stack([total * jnp.exp(highest - top), aimed]), names)
     log_total = jnp.log(total)
-    # The difference of the large numbers first: it is exact where they are close.
+    # Subtract the large numbers first: their difference is exact where they are close.
     losses = (log_total + (top - aimed)).reshape(labels.shape)
     if loss.z_loss:
         losses = losses + loss.z_loss * (top + log_total).reshape(labels.shape) ** 2
@@ -186,7 +181,7 @@ def _bwd(
     if loss.dim is not None:
         ct = lax.all_gather(ct, names, axis=loss.dim, tiled=True)
     elif not checks_varying(names):
-        ct = lax.psum(ct, names)  # the derivative of a psum where types say nothing
+        ct = lax.psum(ct, names)  # without types, this is the derivative of a psum
     ct = loss.of_tokens(ct, labels)
 
     def step(
@@ -196,19 +191,19 @@ def _bwd(
         rows, products = loss.products(rows, w, labels)
         logits, pull = jax.vjp(partial(loss.logits, columns), products, bias)
         target = loss.target(columns, labels, logits.dtype)
-        # Not less their sum, the logarithm of all: in float32 it has lost, where logits are large,
-        # the digits by which the softmax sums to 1, and the gradient of all logits to 0.
+        # Subtract step by step. If logits are large, their sum loses digits in float32.
+        # The softmax would then not sum to 1, nor the gradient of the logits to 0.
         softmax = jnp.exp((logits - top[:, None]) - log_total[:, None])
         slope = softmax * (1 + 2 * loss.z_loss * (top + log_total))[:, None] - target
         slope, of_bias = pull(slope * ct[:, None])
-        # In the dtype of the operands, as a matmul's cotangent has it.
+        # In the dtype of the operands, like the cotangent of a matmul.
         slope = slope.astype(w.dtype)
         multiply = partial(
             jnp.einsum, precision=loss.precision, preferred_element_type=sum_dtype(w.dtype)
         )
         more = multiply("td,tv->dv", rows, slope), of_bias
-        # Padding may be NaN, and 0 times that is NaN. The mask is a part of this matmul; if it
-        # stood before the loop, it would copy w.
+        # Padding may be NaN, and 0 times NaN is NaN. The mask becomes a part of this matmul. Before
+        # the loop it would copy w.
         real = jnp.where(columns < loss.vocabulary, w, 0) if padded else w
         return jax.tree.map(jnp.add, total, more), multiply("tv,dv->td", slope, real)
 

@@ -1,4 +1,4 @@
-"""Sums of gradients in 8 bits, where what rounding lost is added in the next step."""
+"""Sums of gradients in 8 bits, where the next step adds what rounding lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 
-# Numbers of a leaf below which it is summed as it is: its scales and latencies would cost more.
+# Leaves with fewer numbers are not compressed: scales and latency would cost more.
 SMALL = 2**14
-COLUMNS = 256  # that share a scale, where the wire does not say
+COLUMNS = 256  # that share a scale, unless the wire says otherwise
 
 
 @public
@@ -35,45 +35,40 @@ def reduce_compressed_gradients(
     specs: Any = None,
     key: Array | None = None,
 ) -> tuple[Tree, Tree]:
-    """Sums gradients over devices in 8 bits, and returns what rounding has lost for the next step.
+    """Sums gradients over devices in 8 bits, and returns the rounding error for the next step.
 
-    For training loops of one's own, over links that are slow beside the chip: between hosts, behind
-    a switch.
+    Use it in your own training loop, over slow links: between hosts, or behind a switch.
 
     Args:
-      grads: pytree of local arrays; each is this device's partial sum.
-      axis: mesh axes, or an `Axis`, whose `wire_dtype` says how floats travel. None: `"int8"`, with
-        a scale for each 256 numbers.
-      error: what the step before has returned, of this device; None: nothing, in the first step.
-        It is added to the gradients.
-      specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
-        that it is sharded over. None: leaves are summed over all of `axis`.
-      key: of `jax.random`, another one in each step: rounds up or down by chance, int8 only.
+      grads: pytree of this device's partial sums.
+      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"` with 256 numbers a
+        scale.
+      error: this device's error from the step before. None: the first step.
+      specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
+        that shard it. None: nothing is sharded.
+      key: a new key of `jax.random` in each step, for stochastic rounding of int8.
 
     Returns:
-      `(sums, error)`, two pytrees like `grads`. Sums are typed as replicated under
-      `check_vma=True`. A leaf that is typed so already is left as it is, as by `reduce_gradients`.
-      The error varies over `axis`: keep it sharded over the devices. All sums so far plus the
-      errors of all devices are the exact sums. A leaf's error has its shape, in float32 (float64
-      for float64), and includes what the sum lost in the leaf's own dtype. Leaves that lose nothing
-      are summed by a psum, and their error has shape [0]: integers, and leaves of fewer than 2^14
-      numbers of 32 bits or more. Small leaves of fewer bits are summed in float32.
+      `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`. A
+      leaf that is typed so already stays as it is. The error, in float32 or wider, varies over
+      `axis`: keep it sharded over the devices. All sums so far plus the errors of all devices are
+      the exact sums.
 
-      Where a gradient is not finite, its sum is NaN, as are all sums that share its scale. All
-      errors then keep their values, as if the step had not been: skip it, and the next one is
-      right. The devices of `axis`, and of axes that `specs` name, decide this together.
+      Integers, and leaves of fewer than 2^14 numbers, are summed by a psum. Their error has shape
+      [0], or the rounding of a 16-bit leaf.
+
+      If a gradient is not finite, all sums that share its scale are NaN, and all errors keep their
+      values. Skip this step, and the next one is right.
 
     Raises:
-      TypeError: booleans, which have no sum; a wire of more than 8 bits; an option of the wrong
-        type.
-      ValueError: specs that are no prefix of `grads`, an error of other leaves, an unknown axis
-        name, a call outside shard_map.
+      TypeError: a leaf is boolean, the wire has more than 8 bits, or an option has the wrong type.
+      ValueError: `specs` is no prefix of `grads`, the error has other leaves, or the axis is
+        unknown.
 
-    Cost: a device sends (n-1)/n of the leaves' 8 bits all to all, and as much to gather the sums:
-    a half of what a psum of bfloat16 sends behind a switch. On a ring of links the first half
-    crosses n/4 of them in the mean, more than a psum from n = 8 on. If `specs` name axes, a scalar
-    is summed over these. Memory: the error, 4 bytes a parameter, and the previous step's error
-    until all sums are there.
+    Cost: a device sends (n-1)/n of the leaves in 8 bits all to all, and as much to gather the sums.
+    This is half of a bfloat16 psum behind a switch. On a ring of links with n of 8 or more, the
+    all-to-all is more traffic than half a psum. Memory: 4 bytes a parameter, twice that until all
+    sums are there.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -84,8 +79,7 @@ def reduce_compressed_gradients(
       (8.0, (1024, 128))
 
     Source: error feedback of Seide et al., "1-bit stochastic gradient descent" (2014), and
-    Karimireddy et al., "Error feedback fixes SignSGD" (2019); all-to-all, sum and all-gather as in
-    Wang et al., "ZeRO++" (2023).
+    Karimireddy et al., "Error feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).
     """
     ring = bind(axis)
     wire = ring.wire_dtype
@@ -104,7 +98,7 @@ def reduce_compressed_gradients(
     lost: list[Array] = []
     for number, ((path, leaf), before, axes) in enumerate(zip(paths, errors, sharded, strict=True)):
         summed = set(ring.names) - axes
-        if checks_varying(ring.names):  # over other axes JAX has summed it already
+        if checks_varying(ring.names):  # JAX has already summed it over other axes
             summed &= varying_axes(leaf)
         over = ring.over(tuple(name for name in ring.names if name in summed))
         before = _before(over, path, leaf, before)
@@ -124,7 +118,7 @@ def reduce_compressed_gradients(
 
 
 def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "..."]:
-    """The error of a leaf before this step; of shape [0] if its sum loses nothing."""
+    """Returns a leaf's error before this step, of shape [0] if its sum is exact."""
     is_exact = leaf.size < SMALL and leaf.dtype.itemsize >= 4
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_exact or ring.size == 1:
         return jnp.zeros(0)
@@ -140,7 +134,7 @@ def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "...
 
 
 def _all_finite(sums: list[Array], lost: list[Array], axes: set[str]) -> Bool[Array, ""]:
-    """Whether all sums are finite on all devices along these axes."""
+    """Returns whether all sums are finite on all devices along these axes."""
     floats = [x for x in sums if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = sum((jnp.any(~jnp.isfinite(x)).astype("int32") for x in floats), start=jnp.int32(0))
     # If an error does not vary over an axis, its condition must not vary over it either.
@@ -150,7 +144,6 @@ def _all_finite(sums: list[Array], lost: list[Array], axes: set[str]) -> Bool[Ar
 
 
 def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
-    """A key for each leaf of each device."""
     if key is None:
         return None
     return jax.random.fold_in(jax.random.fold_in(key, number), ring.index())
@@ -159,11 +152,11 @@ def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
 def _sum_wide(
     ring: Ring, leaf: Float[Array, "*shape"], before: Float[Array, "*shape"]
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """The sum of a small leaf over a ring, and what its dtype lost."""
+    """Returns the sum of a small leaf, and what its dtype lost."""
     wide = vary_over(ring.names, leaf.astype(before.dtype) + before)
     total = lax.psum(wide, ring.names)
     rounded = optimization_barrier(total.astype(leaf.dtype))
-    # All devices know what was lost. One keeps it, so that it counts once.
+    # All devices know what was lost. Only one saves it, so that it counts once.
     return rounded, jnp.where(ring.index() == 0, total - rounded.astype(total.dtype), 0)
 
 
@@ -174,23 +167,23 @@ def _sum_rounded(
     leaf: Float[Array, "*shape"],
     before: Float[Array, "*shape"],
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """The sum of a leaf over a ring, in 8 bits, and what this device lost."""
+    """Returns the 8-bit sum of a leaf, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
     own = vary_over(ring.names, leaf.astype(before.dtype) + before)
     columns = how.columns or own.shape[-1]
-    # [n, rows, columns]: a block for each device; the padding is zeros, which lose nothing.
+    # [n, rows, columns]: a block for each device. The padding is zeros, which lose nothing.
     blocks = jnp.pad(own.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
     first, second = (None, None) if key is None else jax.random.split(key)
     codes = codes_of(how, blocks, 2, first)
-    # [n, rows, columns]: of this device's block the partial sum of each.
+    # [n, rows, columns]: the partial sums of all devices for this device's block.
     partial_sums = jax.tree.map(
         lambda x: lax.all_to_all(x, ring.names, 0, 0, tiled=True), codes
     ).dequantized()
     total = jnp.sum(partial_sums, axis=0)
     rounded = codes_of(how, total, 1, second)
     whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized(dtype)
-    # The device that rounds a block keeps what it lost: to 8 bits, and to the leaf's dtype. The
-    # barrier is needed, as compilers may compute in more bits than were asked for.
+    # The device that rounds a block saves what was lost, to 8 bits and to the leaf's dtype. The
+    # barrier is needed: compilers may compute in more bits than the program says.
     own = optimization_barrier(rounded.dequantized(dtype)).astype(total.dtype)
     lost = (blocks - codes.dequantized()).at[ring.index()].add(total - own)
 
@@ -201,7 +194,6 @@ def _sum_rounded(
 
 
 def _gathered(ring: Ring, x: Array) -> Array:
-    """The blocks of all devices, typed as replicated where types say so."""
     if checks_varying(ring.names):
         whole: Any = lax.all_gather(x, ring.names, tiled=True, to="invarying")
         return whole

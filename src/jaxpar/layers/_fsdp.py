@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: shards of parameters, gathered where they are used."""
+"""Fully sharded data parallelism (FSDP): sharded parameters, gathered for each use."""
 
 from __future__ import annotations
 
@@ -35,35 +35,29 @@ OR_WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
 
 @dataclass(frozen=True)
 class Shards(Blocks):
-    """How the leaves of a pytree are sharded over one or several mesh axes.
+    """The sharding of a pytree's leaves over mesh axes.
 
     Attributes:
-      dims: for each leaf the dimension along which it is cut, None for a leaf that is whole.
+      dims: the sharded dimension of each leaf, None for an unsharded leaf.
     """
 
     dims: tuple[int | None, ...] = ()
 
 
 def gather_shards(shards: Shards, leaves: Leaves) -> Leaves:
-    """Returns the whole leaves; None stays None."""
+    """Returns the full leaves. None stays None."""
     return gather_blocks(shards, None, leaves)
 
 
 def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
-    """Returns the shards of the sums over the devices of the gradients of whole leaves.
-
-    None stands for those of a leaf of integers, which has none.
-    """
+    """Returns shards of the full leaves' summed gradients; None has no gradient."""
     return scatter_sums(shards, None, gradients)
 
 
 def bind_shards(
     leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool] | None = None
 ) -> Shards:
-    """Checks the arguments that describe how `leaves` are sharded; a dim counts within its leaf.
-
-    `scales` tells which leaves are those of quantized values; None: none is.
-    """
+    """Checks how `leaves` are sharded; `scales` tells which are scales of quantized values."""
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
@@ -90,8 +84,8 @@ _WHOLE = object()
 
 
 def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
-    """Returns the entry for each leaf of `tree` in `dim`: an int, None, or a prefix of those."""
-    # None is an entry of dim, but in the tree it is a place without a leaf.
+    """Returns the entry of `dim`, a pytree prefix, for each leaf of `tree`."""
+    # In dim, None is an entry. In the tree, it is a place without a leaf.
     marked = jax.tree.map(
         lambda entry: _WHOLE if entry is None else entry, dim, is_leaf=lambda entry: entry is None
     )
@@ -106,7 +100,7 @@ def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
 
 
 def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
-    """Types the leaves that are cut as varying over the axes that they are cut over."""
+    """Types sharded leaves as varying over the axes that shard them."""
     axes = [name for way in shards.stages for name in way.ring.names]
     return [
         x if dim is None else vary_over(axes, x) for x, dim in zip(leaves, shards.dims, strict=True)
@@ -115,45 +109,38 @@ def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
 
 @public
 def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
-    """All-gathers sharded parameters; the derivative reduce-scatters their gradients.
+    """Gathers sharded parameters; the derivative reduce-scatters their gradients.
 
     Args:
-      tree: pytree of local shards.
-      axis: mesh axes, over which they are sharded: a name, a tuple or list of them in any order, or
-        an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather`),
-        `"unidirectional"` or `"bidirectional"` (rings, over one mesh axis of several after the
-        other), `"multi-ring"` (over all of them at once), or `"auto"`: rings on a TPU whose
-        compiler waits for an all-gather, which it does without the options of
-        `jaxpar.compiler_options`, as long as they are short enough to be unrolled; naive elsewhere.
-        Its `wire_dtype` is that in which sums of gradients travel; None: their own. An 8-bit one is
-        for the gather: leaves of 256 KiB and more travel with a scale a row, rounded once, and
-        their gradients are as if they were not rounded. With `gather_dtype="bfloat16"` float32
-        leaves travel and arrive in bfloat16. Their gradients, bfloat16 on each device, are summed
-        and returned in float32.
-      dim: the dimension along which a leaf is sharded, None for a leaf that is whole; one for all
-        leaves, or a pytree of them that is a prefix of `tree`.
-
-    A `Quantized` in the tree, which is two leaves, stays one: its values travel as they are.
+      tree: pytree of local shards. Values of a `Quantized` travel as they are.
+      axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`. `"auto"` is a ring of
+        few steps on a TPU without `jaxpar.compiler_options`, and naive otherwise. Its `wire_dtype`
+        is for sums of gradients. None: their own dtype. An 8-bit one instead rounds leaves of 256
+        KiB or more, with a scale a row. Gradients ignore this rounding. With
+        `gather_dtype="bfloat16"`, float32 leaves travel and arrive in bfloat16, and their gradients
+        are summed and returned in float32.
+      dim: the sharded dimension of a leaf, None for an unsharded one. One entry for all leaves, or
+        a pytree prefix of `tree`.
 
     Returns:
-      The whole parameters, varying over `axis` where they were gathered. Autodiff keeps them for
-      the backward pass: gather and use them within `jax.checkpoint`, or use `fsdp_linear` or
-      `fsdp_scan`, which gather again.
+      The full parameters, varying over `axis` where they were gathered. Autodiff saves them for the
+      backward pass. `jax.checkpoint`, `fsdp_linear` and `fsdp_scan` gather them again instead.
 
     Raises:
-      TypeError: an option or wire dtype of the wrong type.
-      ValueError: a leaf to gather that is typed as replicated over `axis`; a dim out of range or no
-        prefix, an unknown axis name, a call outside shard_map.
+      TypeError: an option has the wrong type.
+      ValueError: a leaf to gather is typed as replicated over `axis`, `dim` is out of range or no
+        prefix, or the axis is unknown.
 
-    Cost: a device sends (n-1)/n of each whole leaf forward, and as much of its gradient, in the
-    wire's dtype, backward.
+    Cost: a device sends (n-1)/n of each full leaf, and as much of its gradient, in the wire's
+    dtype.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
       >>> dim, specs = {"w": 0, "b": None}, {"w": P("fsdp"), "b": P()}
       >>> gather = jaxpar.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", dim=dim),
       ...     mesh=mesh, in_specs=(specs,), out_specs=specs))
-      >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 wholes
+      >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 full copies
       (128, 4)
 
     Source: as `fsdp_linear`.
@@ -169,11 +156,11 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
 def whole_bias(
     weight: str, bias: Array, columns: int, fsdp: Ring | None
 ) -> Num[Array, " {columns}"]:
-    """Returns the whole bias of a weight, gathered over `fsdp` if it is sharded over it."""
+    """Returns the full bias of a weight, gathered over `fsdp` if sharded."""
     if bias.shape == (columns,):
         return bias
     if fsdp is not None and checks_varying(fsdp.names):
-        # It may be sharded over fewer axes than its weight is: types say which.
+        # A bias may be sharded over fewer axes than its weight. Types say which.
         over = tuple(name for name in fsdp.names if name in varying_axes(bias))
         if over and bias.shape == (columns // fsdp.over(over).size,):
             fsdp = fsdp.over(over)
@@ -191,7 +178,7 @@ def whole_bias(
 def add_bias(
     y: Num[Array, "*tokens columns"], bias: Num[Array, " columns"]
 ) -> Num[Array, "*tokens columns"]:
-    """Returns y + bias in the dtype of y; the gradient of the bias is summed in that of sums."""
+    """Returns y + bias; the bias's gradient is summed in float32 or wider."""
     if loses_parts(bias.dtype, y.dtype):
         raise type_error(f"the bias is {bias.dtype}, but the result {y.dtype}; cast one of them")
     wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
@@ -209,34 +196,31 @@ def fsdp_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `x @ all_gather(w) + bias`, the weight's blocks arriving while it multiplies.
+    """Computes `x @ all_gather(w) + bias`, and multiplies blocks of w as they arrive.
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized` one. After a cast to
-        the `gather_dtype` of `axis`, if any, it has the dtype of x.
-      axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
-        or an `Axis`, which says how data travel: its mode as in `all_gather_matmul`, and of a
-        sharded bias as in `fsdp_gather`; its `wire_dtype` for the sums of the weight's gradient, or
-        of 8 bits for the weight itself, as in `all_gather_matmul`; None: their own. With a
-        `gather_dtype` the weight's gradient is summed, and returned, in the dtype of `w`.
-      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it; its shape says which.
-      dim: the dimension along which `w` is sharded.
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. It has the dtype of
+        x, after a cast to a `gather_dtype`.
+      axis: mesh axes that shard w, or an `Axis` with a mode as in `all_gather_matmul`. Its
+        `wire_dtype` is for sums of w's gradient, or with 8 bits for w itself. None: their own
+        dtype. With a `gather_dtype`, the gradient is summed and returned in the dtype of w.
+      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it.
+      dim: the sharded dimension of w.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      Local `[..., m]`, varying over `axis` and over all that the operands vary over.
+      Local `[..., m]`, varying over `axis` and all axes of the operands.
 
     Raises:
-      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: a weight that is typed as replicated over `axis`; wrong ranks or sizes, an unknown
-        axis name, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or the axis is
+        unknown.
 
-    Cost: a device sends (n-1)/n of the whole weight forward, and again backward, where it is
-    gathered once more rather than kept, unless `axis` has `keep_gathered=True`; the gradient of
-    the weight is reduce-scattered, (n-1)/n of it in the wire's dtype. In the ring modes all of it
-    overlaps with the matmuls, and nothing is ever gathered. A sharded bias is gathered by itself.
+    Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
+    `keep_gathered=True`. It reduce-scatters w's gradient, (n-1)/n in the wire's dtype. In the ring
+    modes all this overlaps with matmuls, and the full weight never exists.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

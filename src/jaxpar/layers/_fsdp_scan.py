@@ -1,4 +1,4 @@
-"""A scan over layers, whose weights are gathered where they are used and never kept."""
+"""A scan over layers that gathers weights for use and never saves the gathered ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Arrays = list[Any]
 
 
 def is_float(x: Any) -> bool:
-    """Tells whether an array has gradients."""
+    """Returns whether an array has gradients."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -48,13 +48,13 @@ def floats_of(arrays: Arrays) -> Arrays:
 
 
 def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
-    """Returns `arrays` with `floats` in the place of those that are floats."""
+    """Returns `arrays` with their floats replaced."""
     given = iter(floats)
     return [next(given) if is_float(x) else x for x in arrays]
 
 
 def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
-    """Returns the gradients of all arrays; those that are no floats have float0 zeros."""
+    """Returns the gradients of all arrays, float0 zeros if they are no floats."""
     given = iter(of_floats)
     return [
         next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
@@ -65,12 +65,12 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
 class KeptResiduals:
-    """The residuals that a policy keeps of a layer: those of its pullback that are no inputs.
+    """The residuals that a policy saves in a layer, without the layer's inputs.
 
     Attributes:
       arrays: these residuals.
       tree: the structure of the pullback.
-      places: for each of its leaves its place among the layer's inputs, or None if in `arrays`.
+      places: for each of its leaves, its place among the inputs, or None if in `arrays`.
     """
 
     arrays: Arrays
@@ -86,27 +86,25 @@ class KeptResiduals:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer as a function of lists of arrays, the same for all layers."""
+    """One layer as a function of lists of arrays."""
 
-    jaxpr: Any  # of (consts; weights, state) to the next state
+    jaxpr: Any  # from (consts; weights, state) to the next state
     shards: Shards
-    count: int  # of layers
-    policy: Any  # of jax.checkpoint; None: a layer's inputs are kept
+    count: int  # the number of layers
+    policy: Any  # of jax.checkpoint; None: saves only a layer's inputs
 
     def __call__(self, consts: Arrays, weights: Arrays, state: Arrays) -> Arrays:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
 
     def gather(self, stacked: Arrays, index: Any, after: Arrays) -> tuple[Arrays, Arrays]:
-        """Gathers the weights of a layer, not before `after` is there, and returns both.
-
-        Otherwise a compiler could gather more of them at once than there is room for.
-        """
+        """Gathers a layer's weights, not before `after` is there, and returns both."""
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
+        # Otherwise a compiler could gather more of them at once than there is room for.
         own, after = optimization_barrier((own, after))
         return gather_shards(self.shards, own), after
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
-        """Sums gradients of the floats among whole weights, and keeps this device's shards."""
+        """Returns this device's shards of the weights' summed gradients."""
         given = iter(gradients)
         of_all = [next(given) if is_float(x) else None for x in weights]
         scattered: Any = scatter_gradients(self.shards, of_all)
@@ -115,7 +113,7 @@ class Layer:
     def keep(
         self, consts: Arrays, weights: Arrays, state: Arrays
     ) -> tuple[Arrays, Arrays | KeptResiduals]:
-        """Returns the next state, and what is kept beside the layer's inputs."""
+        """Returns the next state, and the residuals without inputs."""
         if self.policy is None:
             return self(consts, weights, state), []
         trees: list[Any] = []
@@ -126,7 +124,7 @@ class Layer:
             trees.append(tree)
             return out, residuals
 
-        # Traced by itself to find which residuals are inputs: weights are not kept.
+        # Traced by itself to find which residuals are inputs: weights must not be saved.
         closed, (out, _) = jax.make_jaxpr(forward, return_shape=True)(consts, weights, state)
         inputs = {var: place for place, var in enumerate(closed.jaxpr.invars)}
         residuals = closed.jaxpr.outvars[len(out) :]
@@ -144,15 +142,15 @@ class Layer:
         cts: Arrays,
     ) -> Any:
         """Returns the gradients of the floats among consts, weights and state."""
-        # Computing one layer again before the other is done would take the memory of both. The
-        # weights stay outside: a barrier waits for all of its operands, and some are used first.
+        # To compute a layer again before another is done would take the memory of both. Weights
+        # stay outside: the barrier waits for all of its operands, and some weights are used first.
         state, kept, cts = optimization_barrier((state, kept, cts))
         if isinstance(kept, KeptResiduals):
             return kept.pullback([*consts, *weights, *state])(cts)
         return self._differentiate(consts, weights, state)[1](cts)
 
     def _differentiate(self, consts: Arrays, weights: Arrays, state: Arrays) -> tuple[Arrays, Any]:
-        """Returns the next state, and the function from cotangents of its floats to gradients."""
+        """Returns the next state, and the pullback of its floats."""
 
         def of_floats(c: Arrays, w: Arrays, s: Arrays) -> tuple[Arrays, Arrays]:
             out = layer(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
@@ -177,37 +175,30 @@ def fsdp_scan(
     """Applies layer after layer, and gathers each one's weights where they are used.
 
     Args:
-      layer_fn: `(params, x) -> x`: one layer, given its whole parameters. It may close over other
-        arrays, which get their gradients too, and use collectives over any axis.
-      stacked_params: pytree of local shards `[layers, ...]`: the layers' parameters, stacked.
-      x: pytree of local arrays, which the layers hand on; shapes and dtypes stay the same.
-      axis: mesh axes, over which weights are sharded: a name, a tuple or list of them in any order,
-        or an `Axis`, which says how data travel, as in `fsdp_gather`.
-      dim: the dimension of a layer's own parameter, without the stack's, along which it is
-        sharded, None for one that is whole. One for all, or a pytree of them, a prefix of the
-        parameters.
-      policy: which residuals a layer keeps beside its input, as in `jax.checkpoint`:
-        `jax.checkpoint_policies.save_only_these_names("attention")`, say, keeps those with this
-        name, by `jax.ad_checkpoint.checkpoint_name`. None: no residuals.
+      layer_fn: `(params, x) -> x`, one layer with its full parameters. It may close over other
+        arrays, which get gradients too, and use collectives.
+      stacked_params: pytree of local shards `[layers, ...]`.
+      x: pytree of local arrays. All layers keep its shapes and dtypes.
+      axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
+      dim: the sharded dimension of one layer's parameter, None for an unsharded one. One entry for
+        all, or a pytree prefix.
+      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`. None: none.
 
     Returns:
-      What the last layer returns. It varies over what `x` and what the layer returns vary over.
+      What the last layer returns. It varies over all axes of `x` and of a layer's result.
 
     Raises:
-      TypeError: a layer that returns other shapes, dtypes or another structure than its `x`; a
-        policy that is no function, an option or wire dtype of the wrong type.
-      ValueError: a leaf to gather that is typed as replicated over `axis`; no layers, stacks of
-        different lengths, a dim out of range or no prefix, an unknown axis name, a call outside
-        shard_map.
+      TypeError: a layer returns other shapes, dtypes or another structure than its `x`, `policy` is
+        no function, or an option has the wrong type.
+      ValueError: a leaf to gather is typed as replicated over `axis`, stacks are empty or of
+        different lengths, `dim` is out of range or no prefix, or the axis is unknown.
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
-    their gradients, in the wire's dtype, backward. Residuals are the layers' inputs, the shards,
-    and what the `policy` keeps. The backward pass gathers weights again, and computes each layer
-    again except for what was kept. Gathered weights are never kept, whatever the policy. What a
-    layer makes of weights alone, such as a cast, is kept if the policy says so.
-    One layer's weights are gathered at a time. They travel beside the layer's own work if the
-    compiler makes collectives asynchronous (`jaxpar.compiler_options`). Otherwise the layer waits
-    for them: gathering a layer ahead took longer on TPU v4 and v5e, as loops copy what they carry.
+    their gradients in the wire's dtype. Residuals are the layers' inputs, the shards, and what
+    `policy` saves, but never gathered weights. Arrays that a layer computes from weights alone,
+    such as a cast, are saved if the policy says so. Everything else is computed again. One layer's
+    weights are gathered at a time. This overlaps with the layer's own work if collectives are
+    asynchronous (`jaxpar.compiler_options`).
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -237,20 +228,20 @@ def fsdp_scan(
         return _check_state(x, out)
 
     def trace_layer(stacked: Arrays, state: Arrays) -> Any:
-        # Traced from arrays. Shapes alone do not say how arrays are sharded over axes that a
-        # shard_map leaves to the partitioner, and JAX fails if they vary over other axes.
+        # Traced from arrays. Shapes do not say how arrays are sharded over axes that shard_map
+        # leaves to the partitioner. JAX would fail if they vary over other axes.
         whole = gather_shards(shards, [x[0] for x in stacked])
         traced.append(jax.make_jaxpr(flat_layer)(whole, state))
 
     traced: list[ClosedJaxpr] = []
     stacked = uncast = vary_sharded(shards, stacked)
     while True:
-        # The sum over devices that use the same weights comes at the end, once for all layers.
+        # Devices with the same weights sum gradients at the end, once for all layers.
         stacked = vary_over(varying_axes(state), stacked)
-        # Traced again after each change of a type. Its gathers are not in the program.
+        # Traced again after each change of a type. These gathers are not in the program.
         jax.eval_shape(trace_layer, stacked, state)
         closed = traced.pop()
-        # A layer's input must vary over all axes over which its output varies.
+        # A layer's input must vary over all axes that its output varies over.
         types = [type_of(out).manual_axis_type for out in closed.jaxpr.outvars]
         wider = [vary_over(t.varying, s) for s, t in zip(state, types, strict=True)]
         if all(varying_axes(w) == varying_axes(s) for w, s in zip(wider, state, strict=True)):
@@ -268,7 +259,7 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 
 
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
-    """Returns the last state, and what the backward pass needs."""
+    """Returns the last state, and the residuals."""
 
     def step(given: Arrays, index: Index) -> tuple[Arrays, tuple[Arrays, Any]]:
         weights, given = layer.gather(stacked, index, given)
@@ -280,7 +271,7 @@ def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> An
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
-    """Returns the gradients, from those of the last state; layers go from the last to the first."""
+    """Returns the gradients, from the last layer to the first."""
     consts, stacked, given, kept = residuals
 
     def step(carry: Any, of_layer: Any) -> Any:
@@ -308,7 +299,7 @@ def _add(total: Arrays, more: Arrays) -> Arrays:
 
 
 def check_policy(policy: Any) -> None:
-    """Raises unless a policy of `jax.checkpoint`, or None, was given."""
+    """Raises unless `policy` is a function or None."""
     if policy is not None and not callable(policy):
         raise type_error(
             f"policy must be a function, one of jax.checkpoint_policies, or None, got {policy!r}"
@@ -326,7 +317,7 @@ def _count_layers(stacked: Arrays) -> int:
 
 
 def _check_state(given: Any, out: Any) -> Arrays:
-    """Returns the leaves of what a layer returns, or says how it differs from what it was given."""
+    """Returns the leaves of a layer's result, or raises if their types differ."""
 
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)

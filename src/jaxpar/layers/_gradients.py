@@ -1,4 +1,4 @@
-"""Gradients inside `jax.shard_map`, equal to those of one device, in one reduction."""
+"""Losses and gradients in `jax.shard_map` that equal those of one device."""
 
 from __future__ import annotations
 
@@ -22,34 +22,32 @@ from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
-# Of parameters and a batch to (loss, (weight, aux)), of this device.
+# From parameters and a batch to this device's (loss, (weight, aux)).
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
 SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that share one loss"
 
 
 @public
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
-    """Divides the sum of all devices' losses by the sum of their weights.
+    """Computes the sum of all devices' losses divided by the sum of their weights.
 
-    This is the mean over all tokens, say, even if devices have different numbers of them. A mean of
-    means would differ.
+    This is right even if devices have different numbers of tokens. A mean of means would be wrong.
 
     Args:
-      loss_sum: a local float scalar, the sum of this device's losses.
-      weight: a local scalar, their number or total weight; not differentiated.
-      axis: mesh axes that losses are shared over: a name, a tuple or list of them in any order, or
-        an `Axis`, which says how data travel: here always by `lax.psum`.
+      loss_sum: local float scalar, the sum of this device's losses.
+      weight: local scalar, their number or total weight. It has no gradient.
+      axis: mesh axes that the losses are spread over. Sums are always `lax.psum`s.
 
     Returns:
-      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. If the total weight
-      is 0, it is 0 with zero gradients, or NaN if the loss is not finite.
+      `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. For a total weight
+      of 0 it is 0 without gradients, or NaN if the loss is not finite.
 
     Raises:
-      TypeError: a loss that is no float.
-      ValueError: arguments that are no scalars, a loss that is typed as replicated over `axis`, an
-        unknown axis name, a call outside shard_map.
+      TypeError: the loss is no float.
+      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or the axis
+        is unknown.
 
-    Cost: psums of two scalars.
+    Cost: two psums of scalars.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -76,53 +74,44 @@ def mean_value_and_grad(
     bucket_bytes: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that computes the mean loss and its gradient inside `jax.shard_map`.
+    """Returns a function that computes the mean loss and its gradient in `jax.shard_map`.
 
-    Unlike `jax.value_and_grad`, it gives the gradients of a single device under either setting of
-    `check_vma`, and sums them over devices once, after all microbatches.
+    Gradients equal those of a single device under either setting of `check_vma`. They are summed
+    over `axis` once, after all microbatches.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars: the sum of this
-        device's losses and their number or total weight, which is not differentiated. Both are
-        shares of the whole over `axis` (each device has its own), and replicated over all other
-        axes of the shard_map.
-      axis: all mesh axes that losses are shared over, such as those that shard the batch or the
-        sequence: a name, a tuple or list of them in any order, or an `Axis`, which says how data
-        travel: here always by `lax.psum`. `()` where every device has all of the loss.
-      specs: pytree prefix of `PartitionSpec`s for params, those of `in_specs`. Needed under
-        `check_vma=False`; under `check_vma=True` types say as much, and specs are checked.
-      groups: mesh axes between groups of devices that have their own parameters and losses, such as
-        the axes of an outer shard_map. Nothing is summed over them. Under `check_vma=False` an axis
-        that `loss_fn` never names counts as one. `()`: none.
-      microbatches: the number of parts into which dimension 0 of every batch leaf is cut. They run
-        one after the other, and their gradients are added in float32 or wider.
-      bucket_bytes: None for one psum a leaf; otherwise as in `reduce_gradients`.
-      has_aux: `loss_fn` returns `((loss_sum, weight), aux)`: aux is a pytree of arrays, which are
-        not differentiated.
+        device's losses, and their number or total weight, without gradient. Each device has its own
+        share over `axis`. Both are replicated over all other axes.
+      axis: all mesh axes that losses are spread over, such as those of the batch or the sequence.
+        Sums are always `lax.psum`s. `()`: every device has the full loss.
+      specs: pytree prefix of `PartitionSpec`s for params, as in `in_specs`. Needed under
+        `check_vma=False`, and only checked otherwise.
+      groups: mesh axes between groups of devices with their own parameters and losses. Nothing is
+        summed over them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
+      microbatches: the number of parts of dimension 0 of every batch leaf, for gradient
+        accumulation in float32 or wider.
+      bucket_bytes: as in `reduce_gradients`. None: one psum a leaf.
+      has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, with aux a pytree of arrays.
 
     Returns:
-      `fn(params, *batch) -> (loss, grads)`, or with `has_aux` `((loss, aux), grads)`. `loss` is the
-      total loss over the total weight, float32 or wider, replicated over `axis`. `grads` are
-      like params, in dtype and sharding: the gradient of that loss with respect to the global
-      parameters. If the total weight is 0, both are 0, or NaN if they are not finite.
-      `aux` is what this device's `loss_fn` returned, each leaf stacked over microbatches,
-      [microbatches, ...].
+      `fn(params, *batch) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `loss` is the
+      total loss over the total weight, float32 or wider, replicated over `axis`. `grads` is its
+      gradient for the global parameters, with dtypes and sharding of params. For a total weight of
+      0 both are 0, or NaN if not finite. `aux` is this device's own, stacked over microbatches,
+      `[microbatches, ...]`.
 
     Raises:
-      TypeError: an option, a parameter or a result of `loss_fn` of the wrong type.
-      ValueError: `microbatches` that do not divide a batch leaf; results of `loss_fn` that are no
-        scalars, or are typed as varying over an axis neither in `axis` nor in `groups`; a loss
-        typed as replicated over `axis`; no specs under `check_vma=False`, or wrong ones; parameters
-        that all groups share; replicated parameters that a function of jaxpar in `loss_fn` needs
-        sharded; an unknown axis name; a call outside shard_map.
+      TypeError: an option, a parameter or a result of `loss_fn` has the wrong type.
+      ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
+        or varies over an axis neither in `axis` nor in `groups`. The loss is replicated over
+        `axis`, or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A
+        function in `loss_fn` needs a replicated parameter sharded. An axis is unknown.
 
-    Cost: gradients are summed where the parameter is replicated, 2 (n-1)/n of their bytes on the
-    wire: over `axis` once. Over other axes JAX sums them under `check_vma=True` in the backward
-    pass of each microbatch. Under `check_vma=False` all is summed at once, at the end; if there are
-    other axes, `loss_fn` is traced once more to see which of them it names.
-    Under `check_vma=True` it is traced once more if some parameters are replicated over an axis
-    along which others are sharded, to find operands that are replicated by mistake.
-    More than one microbatch keeps gradients of all parameters in float32 or wider.
+    Cost: gradients are summed where parameters are replicated, 2 (n-1)/n of their bytes: over
+    `axis` once. Over other axes JAX sums them in each microbatch under `check_vma=True`, and once
+    at the end otherwise. `loss_fn` may be traced twice. Several microbatches keep gradients of all
+    parameters in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
@@ -136,7 +125,7 @@ def mean_value_and_grad(
       >>> float(mean), grads
       (16.0, Array([8., 8., 8., 8.], dtype=float32))
 
-    Source: one reduction for all microbatches is that of Li et al., as in `reduce_gradients`.
+    Source: Li et al., as in `reduce_gradients`, for one reduction of all microbatches.
     """
     parts = check_whole("microbatches", microbatches, 1)
     limit = check_bucket(bucket_bytes)
@@ -150,23 +139,23 @@ def mean_value_and_grad(
         if apart.names:
             check_own_leaves("params", params, apart, "parameters", "leave that axis out of groups")
         sharded = sharded_axes(params, specs, apart.names)
-        # Where a parameter is replicated each device differentiates its own copy: otherwise JAX
-        # would sum the gradient over devices in every microbatch.
+        # Each device differentiates its own copy of a replicated parameter. Otherwise JAX would
+        # sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
         batches = batch
         if parts > 1:
             batch = as_arrays("batch", batch)
             batches = jax.tree_util.tree_map_with_path(partial(_cut, parts), batch)
         local = _local_loss(of_user(loss_fn, "loss_fn"), has_aux, ring, apart)
-        # Under check_vma=True JAX has summed over all other axes, and the loss counted once there.
-        # Otherwise each device's loss has counted, and no gradient is summed yet.
+        # Under check_vma=True, JAX has summed over all other axes, and the loss counts once there.
+        # Otherwise each device's loss counts, and no gradient is summed yet.
         others = () if checked else _used(local, copies, batches, parts, ring.names + apart.names)
         axes, count = ring.names + others, prod(map(lax.axis_size, others))
         (loss, weight, aux), grads = _accumulate(local, parts, copies, batches)
         check_uncast(of_user(loss_fn, "loss_fn"), params, copies, *_first(parts, batches))
 
         total = _total(weight, ring)
-        # Divided before they are summed: sums of many tokens' gradients would overflow float16.
+        # Divide before the sum: sums of many tokens' gradients would overflow float16.
         leaves, treedef = jax.tree.flatten(grads)
         leaves = [_quotient(leaf, total, count) for leaf in leaves]
         wires = [ring.wire(param.dtype) for param in jax.tree.leaves(params)]
@@ -176,12 +165,12 @@ def mean_value_and_grad(
         mean = _quotient(_total(loss, ring), total)
         return ((mean, aux) if has_aux else mean), grads
 
-    value_and_gradient.__qualname__ = "mean_value_and_grad"  # its errors have this name
+    value_and_gradient.__qualname__ = "mean_value_and_grad"  # the name in its errors
     return public(value_and_gradient, over=axis)
 
 
 def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: Ring) -> Local:
-    """What `loss_fn` returns, checked, and typed as one share of each device."""
+    """Returns `loss_fn` with checked results, typed as each device's share."""
 
     def local(params: Any, batch: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
         result = loss_fn(params, *batch)
@@ -195,11 +184,9 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
 def _used(
     local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The axes, except the known ones, over which devices compute a loss together.
-
-    Over an axis that the loss never names they do not. There each device has the whole gradient of
-    what it computed, whether all compute the same or each group has a model of its own.
-    """
+    """Returns the axes, except known ones, over which devices compute a loss together."""
+    # Devices do not compute together over an axis that the loss never names. Each has the full
+    # gradient there, whether all compute the same or each group has a model of its own.
     others = tuple(name for name in manual_axes() if name not in known)
     if prod(map(lax.axis_size, others)) == 1:
         return ()
@@ -211,7 +198,7 @@ def _used(
 def _accumulate(
     local: Local, parts: int, params: Any, batches: Any
 ) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
-    """This device's loss, weight, aux and wide gradients, over all microbatches."""
+    """Returns local loss, weight, aux and wide gradients, over all microbatches."""
 
     def run(batch: Any) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
         (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params, batch)
@@ -234,7 +221,6 @@ def _accumulate(
 
 
 def _first(parts: int, batches: Any) -> Any:
-    """The batch of the first microbatch."""
     return batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
 
 
@@ -247,13 +233,13 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """Returns loss and weight as shares of each device."""
+    """Returns loss and weight, typed as each device's share."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise type_error(
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
             "sum of the losses and their number"
         )
-    if isinstance(result[0], tuple):  # with has_aux it is a pair of pairs
+    if isinstance(result[0], tuple):  # a pair of pairs, as with has_aux
         raise type_error(
             "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return "
             "(loss_sum, weight) alone"
@@ -331,7 +317,7 @@ def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{
 
 
 def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """Returns x in the dtype of its sum: numbers of tokens as floats, which do not wrap around."""
+    """Returns x in the dtype of its sum; integers as floats, which do not wrap around."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(sum_dtype(x.dtype))
     return x.astype("float64" if x.dtype.itemsize == 8 else "float32")
@@ -344,7 +330,7 @@ def _total(x: Num[Array, ""], ring: Ring) -> Num[Array, ""]:
 def _quotient(
     x: Inexact[Array, "*shape"], weight: Num[Array, ""], count: int = 1
 ) -> Inexact[Array, "*shape"]:
-    """`x / (weight * count)`, and 0 where the weight is, unless x is not finite."""
+    """Returns `x / (weight * count)`; for weight 0 it is 0, or NaN if x is not finite."""
     divisor = jnp.where(weight == 0, 1, weight).astype(x.dtype) * count
-    nothing = x - x  # NaN of what is not finite
+    nothing = x - x  # NaN if x is not finite
     return jnp.where(weight == 0, nothing, x / divisor)

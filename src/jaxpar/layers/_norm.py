@@ -1,4 +1,4 @@
-"""Normalisation over features, in float32, whole or sharded."""
+"""Normalization over features in float32, sharded or not."""
 
 from __future__ import annotations
 
@@ -25,26 +25,24 @@ _MOMENTS = "jaxpar_moments"
 
 @public
 def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | None = None) -> Array:
-    """Divides each token by the root mean square of its features, and scales them.
+    """Divides each token by the root mean square of its features, and scales it.
 
     Args:
-      x: local `[..., d]` of floats; other dimensions may be sharded in any way.
-      scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
+      x: local floats `[..., d]`. Other dimensions may be sharded in any way.
+      scale: floats `[d]`, replicated over the axes that shard tokens.
       eps: added to the mean square.
-      axis: mesh axes, over which features are sharded, x `[..., d/n]` and scale `[d/n]`; None where
-        they are whole. A name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`.
+      axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`. Sums are always
+        `lax.psum`s. None: not sharded.
 
     Returns:
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
 
     Raises:
-      TypeError: x or scale is not of floats, eps is no number known while tracing.
-      ValueError: a scale of another size, a negative eps, an unknown axis name.
+      TypeError: x or scale has no floats, or eps is no number known while tracing.
+      ValueError: scale has another size, eps is negative, or the axis is unknown.
 
-    Cost: without `axis` nothing is sent. With it one float32 a token is summed over the axis,
-    forward and backward. Everything is computed in float32 for 16-bit floats; the backward pass
-    keeps x as it came in and one float32 a token.
+    Cost: with `axis`, one float32 a token is summed, forward and backward. 16-bit floats are
+    computed in float32. Residuals are x in its own dtype and one float32 a token.
 
     Example:
       >>> rms_norm(jnp.array([[2.0, 2.0, 4.0, 1.0]]), jnp.ones(4), eps=0.0)
@@ -67,25 +65,23 @@ def layer_norm(
     eps: Number = 1e-5,
     axis: AxisLike | None = None,
 ) -> Array:
-    """Shifts and divides each token to mean 0 and variance 1, and scales and shifts its features.
+    """Normalizes each token to mean 0 and variance 1, and scales and shifts its features.
 
     Args:
-      x: local `[..., d]` of floats; other dimensions may be sharded in any way.
-      scale: `[d]`, of any float dtype; replicated over the axes over which tokens are sharded.
-      bias: `[d]`, or None.
+      x: local floats `[..., d]`. Other dimensions may be sharded in any way.
+      scale: floats `[d]`, replicated over the axes that shard tokens.
+      bias: like scale, or None.
       eps: added to the variance.
-      axis: as in `rms_norm`: those over which features are sharded, x `[..., d/n]`, scale and bias
-        `[d/n]`; None where they are whole.
+      axis: mesh axes that shard features, as in `rms_norm`, or None.
 
     Returns:
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError: x, scale or bias is not of floats, eps is no number known while tracing.
-      ValueError: a scale or bias of another size, a negative eps, an unknown axis name.
+      TypeError: x, scale or bias has no floats, or eps is no number known while tracing.
+      ValueError: scale or bias has another size, eps is negative, or the axis is unknown.
 
-    Cost: as `rms_norm`, with two sums over the axis instead of one: the mean, and from it the
-    variance, which does not cancel when the mean is large.
+    Cost: as `rms_norm`, with a second sum: the variance is computed around the mean, for accuracy.
 
     Example:
       >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.ones(2), eps=0.0)
@@ -102,13 +98,13 @@ def layer_norm(
 
 @dataclass(frozen=True)
 class _Features:
-    """The last dimension of an array, whole here or over a ring."""
+    """The last dimension of an array, sharded over a ring or not."""
 
     ring: Ring | None
     size: int
 
     def mean(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens 1"]:
-        """The mean over all features, of every token."""
+        """Returns each token's mean over all features."""
         total = jnp.sum(x, axis=-1, keepdims=True)
         total = total if self.ring is None else lax.psum(total, self.ring.names)
         return checkpoint_name(total / self.size, _MOMENTS)
@@ -135,7 +131,7 @@ def _layer_norm(
     return (y if bias is None else y + _like(wide, bias)).astype(x.dtype)
 
 
-# The backward pass keeps the input and the moments, not float32 copies of the input.
+# The residuals are the input and the moments, not float32 copies of the input.
 _recomputed = partial(
     jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_MOMENTS)
 )
@@ -144,7 +140,7 @@ _recomputed = partial(
 def _like(
     wide: Float[Array, "*tokens d"], parameter: Float[Array, " d"]
 ) -> Float[Array, "*ones d"]:
-    """The parameter in the dtype of `wide`, so that its gradient is summed over tokens in that."""
+    """Returns the parameter in the dtype of `wide`, in which its gradient is summed."""
     return with_rank(wide.ndim, vary_wide(varying_axes(wide), parameter.astype(wide.dtype)))
 
 

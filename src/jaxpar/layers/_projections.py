@@ -1,4 +1,4 @@
-"""The two matmuls that tensor-parallel layers are made of: into columns, and out of rows."""
+"""The two matmuls of tensor-parallel layers: weights cut by columns, and weights cut by rows."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ SHARDED_SEQUENCE = "shard it in in_specs, or pass sequence_dim=None if all have 
 
 @dataclass(frozen=True)
 class Projection:
-    """How a layer multiplies: over which axes, and with which options."""
+    """The axes and options of a layer's matmuls."""
 
     ring: Ring
-    sequence_dim: Any  # None: the sequence is whole, before and after
-    fsdp: Ring | None  # over which weights are sharded, too
+    sequence_dim: Any  # None: the sequence is unsharded, before and after
+    fsdp: Ring | None  # the axes that shard weights further
     options: Options
 
     def columns(
@@ -52,10 +52,10 @@ class Projection:
         select: Select = lambda _, whole: whole,
         shared: tuple[str, ...] = (),
     ) -> tuple[Array, ...]:
-        """Multiplies x, its sequence whole, by each weight; all share one gather of x.
+        """Multiplies the gathered x by each weight, with one gather for all.
 
-        `select(name, whole)` takes of a weight, or of its bias, the columns that are used here. All
-        devices have those weights that are `shared`.
+        `select(name, whole)` takes the used columns of a weight or bias. `shared` names weights
+        that all devices have.
         """
         along = self._check(x, weights, fsdp_dim)
         if self.sequence_dim is not None:
@@ -79,7 +79,7 @@ class Projection:
     def rows(
         self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
     ) -> Num[Array, "*tokens columns"]:
-        """Multiplies x by the one weight, sums over the axis, and adds the bias once."""
+        """Multiplies x by one weight, sums over the axis, and adds the bias once."""
         along = self._check(x, weights, fsdp_dim)
         ((name, w),) = weights.items()
         check_own(name, w, self.ring, "rows")
@@ -96,16 +96,16 @@ class Projection:
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
     def used_as(self, w: Array) -> Any:
-        """The dtype in which a weight is used."""
+        """Returns the dtype in which a weight is used."""
         return w.dtype if self.fsdp is None else self.fsdp.gathered_as(w.dtype)
 
     def in_chunks(
         self, block: Callable[[Projection, Array], Array], x: Array, weights: tuple[Array, ...]
     ) -> Array:
-        """Applies a block of layers to the rows of x, in chunks where that is faster.
+        """Applies a block of layers to the rows of x, in chunks if that is faster.
 
-        `block(layer, x)` gathers rows, uses all weights on each of them by itself, the last one in
-        the end, and scatters what that gives.
+        `block(layer, x)` gathers rows, applies all weights to each row by itself, and scatters the
+        result.
         """
         if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
             return block(self, x)
@@ -139,7 +139,7 @@ class Projection:
         preferred, wire = call.arithmetic.preferred_element_type, self.ring.wire_dtype
         dtype, _ = dtypes_of_sums(x.dtype, preferred, wire)
         product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-        # The derivative adds over weights in float32, and sums over the axis.
+        # The derivative adds up all weights' parts in float32, and sums over the axis.
         axes = varying_axes(x, weights, self.ring.index())
         wide = vary_on_wire(axes, x, wire)
         return tuple(
@@ -162,10 +162,8 @@ class Projection:
         return labels, replace(call, recomputed=self.fsdp is not None, in_layer=True)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
-        """Weights that were gathered are not kept for the backward pass, but gathered again.
-
-        Of what is recomputed then, the product itself is dead code.
-        """
+        """Gathers weights again in the backward pass, instead of saving them."""
+        # The recomputed product itself is dead code.
         return product if self.fsdp is None else jax.checkpoint(product)
 
     def _gather(
@@ -178,13 +176,13 @@ class Projection:
     def _whole_bias(
         self, name: str, w: Num[Array, "_ columns"], bias: Array, along: int
     ) -> Num[Array, " whole"]:
-        columns = w.shape[1]  # of a shard; cut along them, the whole weight has more
+        columns = w.shape[1]  # of a shard; a weight gathered along columns has more
         if self.fsdp is not None and along == 1:
             columns *= self.fsdp.size
         return whole_bias(name, bias, columns, self.fsdp)
 
     def _check(self, x: Array, weights: Weights, fsdp_dim: Integer) -> int:
-        """Returns the dimension along which weights are gathered, or raises unless they fit x."""
+        """Returns the dimension along which weights are gathered, if they fit x."""
         if x.ndim < 1:
             raise value_error("x must be [..., k], got an array without dimensions")
         along = 0
@@ -218,7 +216,7 @@ class Projection:
 
 
 def as_weights(weights: Mapping[str, Any]) -> Weights:
-    """Returns weights as arrays, or raises and names the one that is none."""
+    """Returns weights as arrays, or raises with the name of a wrong one."""
     return {name: as_array(name, w) for name, w in weights.items()}
 
 
@@ -259,7 +257,7 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
 
 
 def fsdp_pair(fsdp_dim: Any) -> tuple[Any, Any]:
-    """Returns the dimension for weights cut by columns, and that for the one cut by rows."""
+    """Returns the FSDP dimensions of weights cut by columns, and cut by rows."""
     if not isinstance(fsdp_dim, tuple):
         return fsdp_dim, fsdp_dim
     if len(fsdp_dim) != 2:

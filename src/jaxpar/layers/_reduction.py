@@ -1,4 +1,4 @@
-"""Sums over the axes on which leaves are replicated, and norms over those on which they are not."""
+"""Sums over the axes that replicate leaves, and norms over the axes that shard them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,28 @@ from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 def reduce_gradients(
     grads: Tree, axis: AxisLike, *, specs: Any = None, bucket_bytes: Any = None
 ) -> Tree:
-    """Sums gradients over devices, each on its own or joined into buckets.
+    """Sums gradients over devices, one by one or joined into buckets.
 
-    For training loops of one's own: `mean_value_and_grad` does it already.
+    Use it in your own training loop. `mean_value_and_grad` includes it.
 
     Args:
-      grads: pytree of local arrays; each is this device's partial sum, the gradient of its own
-        share of the loss.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
-      specs: pytree prefix of `PartitionSpec`s, as `in_specs`: a leaf is not summed over the axes
-        that it is sharded over. None: leaves are summed over all of `axis`.
-      bucket_bytes: None for one psum a leaf. Otherwise leaves that are of one dtype, and are summed
-        over the same axes, travel concatenated in buckets of at most so many bytes; a larger leaf
-        travels alone.
+      grads: pytree of this device's partial sums, the gradients of its share of the loss.
+      axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
+        always `lax.psum`s.
+      specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
+        that shard it. None: leaves are summed over all of `axis`.
+      bucket_bytes: None for one psum a leaf. Otherwise leaves of one dtype and the same axes travel
+        concatenated, in buckets of at most this size. A larger leaf travels alone.
 
     Returns:
-      A pytree like `grads`, summed, in float32 on the way for 16-bit floats. Over an axis over
-      which a leaf is typed as replicated (under `check_vma=True`) it is left as it is: JAX has
-      summed it already.
+      A pytree like `grads`, summed. Over an axis over which a leaf is typed as replicated, JAX has
+      already summed it, and it stays as it is.
 
     Raises:
-      TypeError: booleans, which have no sum; an option of the wrong type.
-      ValueError: `bucket_bytes` below 1, specs that are no prefix of `grads` or name an axis that
-        is not bound, an unknown axis name, a call outside shard_map.
+      TypeError: a leaf is boolean, or an option has the wrong type.
+      ValueError: `bucket_bytes` is below 1, `specs` is no prefix of `grads`, or an axis is unknown.
 
-    Cost: psums of all leaves, 2 (n-1)/n of their bytes; in buckets, one copy of them on each side.
+    Cost: psums of all leaves, 2 (n-1)/n of their bytes. Buckets copy them once on each side.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -59,8 +55,8 @@ def reduce_gradients(
       >>> total(jnp.arange(8.0))
       {'b': Array([56.], dtype=float32), 'w': Array([28.], dtype=float32)}
 
-    Source: buckets are those of Li et al., "PyTorch distributed: experiences on accelerating data
-    parallel training" (VLDB 2020).
+    Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training"
+    (VLDB 2020), for buckets.
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
@@ -75,26 +71,26 @@ def reduce_gradients(
 
 @public
 def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array:
-    """Computes the Euclidean norm of a pytree of shards, as if they were whole.
+    """Computes the Euclidean norm of a pytree of shards, as if unsharded.
 
     Args:
-      tree: pytree of local arrays, each replicated over the mesh axes that it is not sharded
-        over, such as the gradients of `mean_value_and_grad`.
-      specs: pytree prefix of `PartitionSpec`s, as `in_specs`. Needed under `check_vma=False`; under
-        `check_vma=True` types say over which axes a leaf is sharded, and specs are checked.
-      groups: mesh axes between groups of devices, as in `mean_value_and_grad`; each group has its
+      tree: pytree of local arrays, such as the gradients of `mean_value_and_grad`. Each is
+        replicated over the axes that do not shard it.
+      specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. Needed under `check_vma=False`,
+        and only checked otherwise.
+      groups: mesh axes between groups of devices, as in `mean_value_and_grad`. Each group has its
         own norm.
 
     Returns:
-      The square root of the sum of the squares of all global entries, the same on every device (of
-      a group): a float32 scalar, float64 if a leaf is. 0 for an empty pytree.
+      A scalar, the same on every device (of a group): float32, or float64 if a leaf is. 0 for an
+      empty pytree.
 
     Raises:
-      TypeError: specs that are no PartitionSpecs, a leaf that is no array.
-      ValueError: no specs under `check_vma=False`; specs that are no prefix of `tree`, name an axis
-        that is not bound, or differ from the types.
+      TypeError: specs are no PartitionSpecs, or a leaf is no array.
+      ValueError: specs are missing under `check_vma=False`, no prefix of `tree`, differ from the
+        types, or name an unknown axis.
 
-    Cost: one psum of a scalar for each distinct set of axes over which leaves are sharded.
+    Cost: one psum of a scalar for each distinct set of axes that shard leaves.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
@@ -107,7 +103,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     squares: dict[tuple[str, ...], Array] = {}
     axes_of_leaves = sharded_axes(tree, specs, bind_any(groups, "groups").names)
     for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
-        exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # its squares would overflow
+        exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # squares of integers would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))
         key, square = tuple(sorted(axes)), jnp.sum(wide * wide)
         squares[key] = _add(squares[key], square) if key in squares else square
@@ -120,12 +116,12 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
 def sum_leaves(
     leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int | None, wires: list[Any]
 ) -> Any:
-    """Sums each leaf over its axes in its wire's dtype, those alike in buckets; keeps its dtype."""
+    """Sums each leaf over its axes in its wire's dtype, and keeps its dtype."""
     dtypes, sums = [leaf.dtype for leaf in leaves], list(leaves)
     alike: dict[Any, list[int]] = {}
     for at, (leaf, names, wire) in enumerate(zip(leaves, axes, wires, strict=True)):
         check_wire(wire, leaf.dtype)
-        if names:  # what varies over different axes cannot be joined without losing its type
+        if names:  # leaves that vary over different axes would lose their types if joined
             sums[at] = leaf.astype(wire)
             key = sums[at].dtype, tuple(sorted(names)), varying_axes(leaf) | names
             alike.setdefault(key, []).append(at)
@@ -153,7 +149,7 @@ def _buckets(leaves: list[Array], places: list[int], limit: int | None) -> list[
 def _psum_joined(
     parts: list[Num[Array, " ..."]], names: tuple[str, ...]
 ) -> list[Num[Array, " ..."]]:
-    """The sum of each over the axes, of all of them by one psum."""
+    """Returns the sum of each part over the axes, all by one psum."""
     if len(parts) == 1:
         return [lax.psum(parts[0], names)]
     total = lax.psum(jnp.concatenate([part.reshape(-1) for part in parts]), names)
@@ -167,18 +163,18 @@ def _psum_joined(
 
 
 def check_bucket(bucket_bytes: Any) -> int | None:
-    """Returns the size of a bucket, or None for leaves that travel alone."""
+    """Returns the size of a bucket, or None."""
     return None if bucket_bytes is None else check_whole("bucket_bytes", bucket_bytes, 1)
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The axes of the enclosing `jax.shard_map`, in mesh order; none outside it."""
+    """Returns the axes of the enclosing `jax.shard_map`, in mesh order."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
 
 
 def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[set[str]]:
-    """The axes over which each leaf is sharded within a group, by its type or by its spec."""
+    """Returns the axes that shard each leaf within a group, by type or spec."""
     axes = manual_axes()
     if not axes or not checks_varying(axes):
         if axes and specs is None:
@@ -203,7 +199,7 @@ def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[se
 
 
 def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
-    """The axes that `specs`, a prefix of `tree`, names for each leaf."""
+    """Returns the axes that `specs`, a prefix of `tree`, names for each leaf."""
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)

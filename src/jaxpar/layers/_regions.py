@@ -1,11 +1,9 @@
-"""Into and out of a region of parallel work: four collectives, each with its true derivative.
+"""Entry and exit of a region of parallel work: four collectives with exact derivatives.
 
-A tensor-parallel block is a region that begins with `copy_region` or `gather_region` and ends with
-`reduce_region` or `scatter_region`. Under `check_vma=True` types say what is replicated, and the
-derivative of each is the one named here. Under `check_vma=False` nothing says so: JAX
-differentiates the sum over all devices, in which each device's copy of a replicated value has a
-gradient of its own, and what is named here holds once these are summed (by the psum that made the
-value, as its derivative, or at the boundary of `shard_map`).
+A tensor-parallel block is a region. Derivatives are as documented under `check_vma=True`. Under
+`check_vma=False`, each device's copy of a replicated value has a gradient of its own. The
+documented derivative holds once these are summed: by the derivative of the psum that made the
+value, or at the boundary of `shard_map`.
 """
 
 from __future__ import annotations
@@ -29,24 +27,23 @@ from jaxpar.compiler.compat import all_gather
 
 @public
 def copy_region(x: Tree, axis: AxisLike) -> Tree:
-    """Hands a replicated value to devices that will each do a part of the work with it.
+    """Passes a replicated value to devices that each do a part of the work with it.
 
     Args:
-      x: pytree of local arrays of any shape, replicated over `axis`.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`, in the derivative; in its `wire_dtype`, where that
-        is wider than a leaf's own dtype.
+      x: pytree of local arrays, replicated over `axis`.
+      axis: mesh axes, or an `Axis`. The derivative is a `lax.psum`, in its `wire_dtype` if that is
+        wider than a leaf.
 
     Returns:
-      `x`, typed as varying over `axis`. The derivative sums over it: each device's part has used
-      the value. Over an axis over which `x` varies already there is nothing to sum.
+      `x`, typed as varying over `axis`. The derivative sums over the axes over which x did not vary
+      yet.
 
     Raises:
-      TypeError: an axis whose names are no strings; a wire dtype of another kind than a leaf.
-      ValueError: an unknown axis name, a call outside shard_map.
+      TypeError: axis names are no strings, or a wire dtype is of another kind than a leaf.
+      ValueError: the axis is unknown.
 
-    Cost: nothing forward; backward one psum a leaf. Under `check_vma=False` nothing either way,
-    and the sum is where the value came from.
+    Cost: nothing forward, one psum a leaf backward. Under `check_vma=False`, the sum is where the
+    value came from.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -71,21 +68,20 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     """Sums the parts that the devices of an axis have computed.
 
     Args:
-      x: pytree of local arrays of any shape; each is this device's partial sum.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum`, in its `wire_dtype`; None: each leaf's own dtype.
+      x: pytree of local arrays, this device's partial sums.
+      axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
+        always `lax.psum`s.
 
     Returns:
-      The sum over `axis`, in the dtype of `x`; typed as replicated under `check_vma=True`, so that
-      `out_specs=P()` holds. The derivative hands each device the cotangent as it is.
+      The sum over `axis`, in the dtype of `x`, typed as replicated under `check_vma=True`. The
+      derivative passes the cotangent on unchanged.
 
     Raises:
-      TypeError: booleans, which have no sum; an axis whose names are no strings; a wire dtype of
-        another kind than a leaf.
-      ValueError: x that is typed as replicated over `axis`; an unknown axis name, a call outside
-        shard_map.
+      TypeError: a leaf is boolean, axis names are no strings, or a wire dtype is of another kind
+        than a leaf.
+      ValueError: x is typed as replicated over `axis`, or the axis is unknown.
 
-    Cost: one psum a leaf forward; nothing backward, but a psum under `check_vma=False`.
+    Cost: one psum a leaf forward. Nothing backward, but a psum under `check_vma=False`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -111,24 +107,23 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
 @public
 def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
-    """Joins the blocks of all devices, so that each goes on with the whole.
+    """Gathers the blocks of all devices into the full array.
 
     Args:
-      x: pytree of local arrays; each device's block.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.all_gather`.
-      dim: the dimension along which the blocks are laid, in logical order.
+      x: pytree of local arrays, each device's block.
+      axis: mesh axes. The gather is always a `lax.all_gather`.
+      dim: the dimension along which blocks are joined, in logical order.
 
     Returns:
-      The whole, typed as replicated over `axis` under `check_vma=True`. The derivative keeps
-      each device's own block of the cotangent.
+      The full array, typed as replicated over `axis` under `check_vma=True`. The derivative takes
+      this device's block of the cotangent.
 
     Raises:
-      TypeError: a dim that is no integer.
-      ValueError: x that is typed as replicated over `axis`; a dim out of range, an unknown axis
-        name, a call outside shard_map.
+      TypeError: `dim` is no integer.
+      ValueError: x is typed as replicated over `axis`, `dim` is out of range, or the axis is
+        unknown.
 
-    Cost: one all-gather a leaf forward, (n-1)/n of the whole; nothing backward, but a
+    Cost: one all-gather a leaf forward, (n-1)/n of the full array. Nothing backward, but a
     reduce-scatter under `check_vma=False`.
 
     Example:
@@ -153,21 +148,21 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.all_gather`, in the derivative.
+      axis: mesh axes. The derivative is always a `lax.all_gather`.
       dim: the dimension to cut, in logical order.
 
     Returns:
-      This device's block, varying over `axis`. The derivative gathers the blocks of the
-      cotangent; over an axis over which `x` varies already it is this device's block in zeros.
+      This device's block, varying over `axis`. The derivative gathers the blocks of the cotangent.
+      Over an axis over which x varies already, it fills the rest with zeros.
 
     Raises:
-      TypeError: a dim that is no integer.
-      ValueError: a dimension that the axis does not divide, or is out of range; an unknown axis
-        name; a call outside shard_map.
+      TypeError: `dim` is no integer.
+      ValueError: the axis does not divide the dimension, `dim` is out of range, or the axis is
+        unknown.
 
-    Cost: nothing forward; backward one all-gather a leaf, (n-1)/n of the whole. Under
-    `check_vma=False` nothing either way, and blocks in zeros are summed where the value came from.
+    Cost: nothing forward, one all-gather a leaf backward, (n-1)/n of the full array. Under
+    `check_vma=False` nothing is sent here, and zero-filled blocks are summed where the value came
+    from.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -187,7 +182,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
             return _own_block(x, ring.names, along)
         if not varying_axes(x) & set(ring.names):
             return _cut(ring.names, along, x)
-        for name in ring.names:  # the major axis first: blocks of blocks are in logical order
+        for name in ring.names:  # the major axis first, so that blocks are in logical order
             varies = name in varying_axes(x)
             x = _own_block(x, (name,), along) if varies else _cut((name,), along, x)
         return x
@@ -196,7 +191,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
 
 def _joined(ring: Ring, dim: int, x: Shaped[Array, "*block"]) -> Shaped[Array, "*whole"]:
-    if not x.size:  # XLA does not gather nothing
+    if not x.size:  # XLA does not gather empty arrays
         return jnp.zeros((*x.shape[:dim], x.shape[dim] * ring.size, *x.shape[dim + 1 :]), x.dtype)
     if not checks_varying(ring.names):
         return all_gather(x, ring.names, dim)
@@ -218,7 +213,7 @@ def _cut_fwd(
 def _cut_bwd(
     names: tuple[str, ...], dim: int, _: None, ct: Shaped[Array, "*block"]
 ) -> tuple[Shaped[Array, "*whole"]]:
-    # Without this rule JAX would sum arrays of the whole size that are zero but for one block.
+    # Without this rule, JAX would sum full arrays that are zero except for one block.
     return (_joined(Ring(names, size=lax.axis_size(names)), dim, ct),)
 
 

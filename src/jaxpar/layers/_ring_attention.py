@@ -45,78 +45,61 @@ def ring_attention(
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes attention to keys and values of all devices, block by block as they come past.
+    """Computes attention to the keys and values of all devices, block by block as they arrive.
 
     Args:
-      q: local `[..., s/n, h, e]`, floats.
-      k: local `[..., s/n, g, e]` of the dtype of q, where g divides h: query head `j` uses kv head
-        `j // (h // g)`.
-      v: local `[..., s/n, g, f]`, like k but for the size of a head.
-      axis: mesh axes, over which the sequence is sharded: a name, a tuple or list of them in any
-        order, or an `Axis`, which says how data travel. Its mode is `"naive"` (`lax.all_gather` of
-        k and v, then attention block by block), `"unidirectional"`, `"bidirectional"`,
-        `"multi-ring"`, or `"auto"`: what a model of the forward predicts to be fastest, as in
-        `all_gather_matmul`. Its `wire_dtype` is that in which sums of the gradients of k and v
-        travel; None: that of k and v.
-      segments: local integers `[..., s/n]`, laid out like the positions: packed documents. A query
-        sees keys of its own segment only, and none that is negative.
-      lengths: integers `[...]`, replicated over `axis`: how many positions of each whole sequence
-        count. Keys at later positions are not seen, and results there are 0.
-      causal: a query sees keys up to its own position; all keys if False.
-      order: which positions a device holds, always ascending; no matter without `causal`, `window`
-        and `lengths`.
-        `"zigzag"`: device `i` holds chunks `i` and `2n-1-i` of 2n, so that all devices do the same
-        work in every step (lay the sequence out by `zigzag_order` first). `"contiguous"`: block `i`
-        of n; the last device then works in every step, while others skip.
-      window: `(left, right)`, or an integer for both: a query at position i sees only keys from
-        i - left to i + right, both included; with `causal` none after i. A model that sees "the
-        last 4096 tokens", its own among them, has window 4095. Positions count from the start of
-        the sequence, not of a document. If layers of one scan have different windows, choose
-        between two calls by `jax.lax.cond`.
-      softcap: a number above 0; scaled scores become `softcap * tanh(scores / softcap)`.
-      sinks: local floats `[h]`: one more score for each query head, without a key or a value. It
-        is added to the softmax's denominator, neither scaled nor capped nor masked.
-      scale: what scores are multiplied by, a number; `1/sqrt(e)` if None.
-      precision: of all matmuls, as in `jax.lax.dot_general`.
+      q: local floats `[..., s/n, h, e]`.
+      k: local `[..., s/n, g, e]` in the dtype of q. Query head `j` uses kv head `j // (h // g)`.
+      v: local `[..., s/n, g, f]` in the dtype of q.
+      axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
+        first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
+        prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
+        v. None: their own dtype.
+      segments: local integers `[..., s/n]`, the document of each position. A query sees only keys
+        of its own segment, and none that is negative.
+      lengths: integers `[...]`, replicated over `axis`, the number of positions that count in each
+        full sequence. Later keys are not seen, and later results are 0.
+      causal: whether a query sees no keys after its own position.
+      order: which positions device `i` holds, always ascending. It only matters with `causal`,
+        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`, so
+        that all devices have equal work. `"contiguous"`: block `i` of n. Then the last device has
+        the most causal work.
+      window: `(left, right)`, or an integer for both. A query at position i sees only keys from i -
+        left to i + right. For "the last 4096 tokens", with its own, it is 4095. Positions count
+        from the start of the sequence, not of a document.
+      softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
+      sinks: local floats `[h]`, one more score for each query head in the softmax's denominator. It
+        has no value, and is not scaled, capped or masked.
+      scale: a factor of scores. None: `1/sqrt(e)`.
+      precision: as in `jax.lax.dot_general`.
 
-    Operands may vary over any axes. If one is replicated over an axis along which another varies,
-    its gradient is summed there.
+    If an operand is replicated over an axis along which another varies, its gradient is summed
+    there.
 
     Returns:
-      What full attention gives this device's queries: `[..., s/n, h, f]` of the dtype of q, varying
-      over `axis` and over all that q, k, v and sinks vary over. A query that sees nothing gets 0.
-      Scores and sums are float32 for 16-bit floats. Weights are rounded to the dtype of v before
-      they multiply it.
+      The local block of full attention, `[..., s/n, h, f]` in the dtype of q, varying over `axis`
+      and all axes of q, k, v and sinks. A query that sees nothing gets 0. Scores and sums are
+      float32 for 16-bit floats, and weights are rounded to the dtype of v.
 
     Raises:
-      TypeError: operands of different dtypes or no floats, an option or wire dtype of the wrong
-        type.
-      ValueError: keys or values, or queries with `causal` or a window, typed as replicated over
-        `axis`; ranks or sizes that do not fit, an odd local length in zigzag order, an unknown
-        order or axis name, a negative window, a softcap that is not above 0, a call outside
-        shard_map.
+      TypeError: dtypes differ or are no floats, or an option has the wrong type.
+      ValueError: an operand is typed as replicated over `axis`, ranks or sizes do not fit, the
+        local length is odd in zigzag order, an option is out of range, or the axis is unknown.
 
-    Cost: a device sends (n-1)/n of all keys and values, n-1 blocks one way or n/2 each way, each
-    beside the attention of the block before. A step computes two matmuls of `(s/n)^2 h e`
-    multiplications, half of that where causal and zigzag. Residuals are q, k, v, the result and two
-    float32 a query and head. The backward pass sends keys and values once more. Their gradients, in
-    the wire's dtype, follow each block one step later, all the way round: n-1 steps. Both ways,
-    each direction carries half of the keys (one way if s/n is not divisible by 2, in causal zigzag
-    order by 4). A backward step computes five matmuls. Scores are never kept; `(s/n)^2 h` of them,
-    or half, exist at a time. JAX differentiates both passes for second derivatives, which keep
-    scores.
+    Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
+    step computes two matmuls of `(s/n)^2 h e` multiplications, or half of that if causal and
+    zigzag. The backward pass sends keys and values again, and their gradients in the wire's dtype.
+    Its steps compute five matmuls. Residuals are q, k, v, the result and two float32 a query and
+    head. At most `(s/n)^2 h` scores exist at a time. They are not saved, except for second
+    derivatives.
 
-    With a window, blocks come only from the r nearest devices that it reaches, in each direction:
-    `left / (s/n)`, rounded up. In zigzag order r is `left / (s/2n)`, and blocks come both ways, as
-    the two chunks of a block have neighbours on opposite sides. Gradients of keys and values take
-    r-1 steps, and return in one transfer over r hops. This holds for `"unidirectional"`,
-    `"bidirectional"` and `"auto"`, if it is fewer than n-1 blocks; other modes bring all. Of each
-    block only the keys within the window's reach are computed. The own block is computed in runs
-    no shorter than the window, at most 8 a chunk.
+    With a window, a block travels only r = `left / (s/n)` hops, rounded up, and computes only keys
+    within reach. In zigzag order, r is `left / (s/2n)` in both directions. This holds in the modes
+    `"unidirectional"`, `"bidirectional"` and `"auto"`, if it is fewer than n-1 blocks.
 
-    The result and the two numbers have the name "attention" for `jax.checkpoint`. With
-    `jax.checkpoint_policies.save_only_these_names("attention")` the forward pass is neither sent
-    nor computed again. A name that you give to the returned array does not have this effect.
+    The result and the two numbers have the name "attention". With
+    `jax.checkpoint_policies.save_only_these_names("attention")`, `jax.checkpoint` does not repeat
+    the forward pass. Naming the returned array does not have this effect.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -131,10 +114,9 @@ def ring_attention(
       True
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
-    context" (2023). Orders that balance causal work are from Brandon et al., "Striped attention"
-    (2023); this one has two chunks a device in place of stripes. Windows are those of Jiang et al.,
-    "Mistral 7B" (2023), capped scores those of Gemma 2 (2024), sinks those of gpt-oss (2025), and
-    heads of two sizes those of DeepSeek-V2 (2024).
+    context" (2023). Balanced orders: Brandon et al., "Striped attention" (2023), here with two
+    chunks a device instead of stripes. Windows: Jiang et al., "Mistral 7B" (2023). Capped scores:
+    Gemma 2 (2024). Sinks: gpt-oss (2025). Heads of two sizes: DeepSeek-V2 (2024).
     """
     ring = bind(axis)
     flag: Any = causal
@@ -150,7 +132,7 @@ def ring_attention(
     check_precision(precision)
     *batch, length, heads, size = q.shape
     seen = _seen(window, causal, length * ring.size)
-    # Where every query sees all positions, devices may have the same queries.
+    # If every query sees all positions, devices may have the same queries.
     for argument, x in {"k": k, "v": v, **({} if seen == (None, None) else {"q": q})}.items():
         check_own(argument, x, ring, "a part of the sequence")
     zigzag = order == "zigzag" and ring.size > 1  # one device has all positions in either order
@@ -158,7 +140,7 @@ def ring_attention(
         _check_even(q.shape, ring)
     ids = _segments(segments, lengths, k, ring, zigzag)
     sinks = _sinks(sinks, q, k)
-    # What does not count may hold NaN, and 0 times NaN is NaN.
+    # Positions that do not count may hold NaN, and 0 times NaN is NaN.
     counted = None if ids is None else ids[..., 0, :, :, None] >= 0  # [*batch, positions, 1, 1]
     if counted is not None:
         q, k, v = (jnp.where(counted, x, jnp.zeros_like(x)) for x in (q, k, v))
@@ -174,29 +156,28 @@ def ring_attention(
     keys = Keys(jnp.swapaxes(k, -3, -2), jnp.swapaxes(v, -3, -2), ids)
     out: Any = attention(method, jnp.moveaxis(grouped, -4, -2), keys, sinks)
     out = jnp.moveaxis(out, -2, -4).reshape(result)
-    # It is 0 there already; its cotangent, too, may be NaN.
+    # The result is already 0 there, but its cotangent may be NaN.
     return out if counted is None else jnp.where(counted, out, jnp.zeros_like(out))
 
 
 @public
 def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]:
-    """Returns which position of a sequence is held at each place, in zigzag order.
+    """Returns the positions of a sequence in zigzag order, device by device.
 
     Args:
-      length: of the whole sequence.
-      shards: n, the number of devices over which it is sharded.
+      length: the length of the full sequence.
+      shards: n, the number of devices.
 
     Returns:
-      Positions in the order of the places, device by device: `x[zigzag_order(length, shards)]` is
-      what to shard contiguously, and `np.argsort` of it undoes that. Of 2n chunks device `i` gets
-      chunks `i` and `2n-1-i`.
+      Positions such that `x[zigzag_order(length, shards)]`, sharded contiguously, gives device `i`
+      chunks `i` and `2n-1-i` of 2n. `np.argsort` of it undoes the order.
 
     Raises:
-      TypeError: a length or number of shards that is no integer.
-      ValueError: fewer shards than 1, a negative length, or one that is no multiple of 2n (on one
-        device any will do).
+      TypeError: an argument is no integer.
+      ValueError: `shards` is below 1, or `length` is negative or no multiple of 2n (any, on one
+        device).
 
-    Cost: none on devices; call it while tracing, or where data are loaded.
+    Cost: none on devices.
 
     Example:
       >>> zigzag_order(16, 4)
@@ -219,7 +200,7 @@ def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]
 
 
 def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
-    """How many positions before its own a query sees, and how many after it; None: all."""
+    """Returns how many positions a query sees before and after its own, None for all."""
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
@@ -244,10 +225,10 @@ def _way(
     seen: tuple[int | None, int | None],
     chunks: int,
 ) -> Way:
-    """How keys and values come from all devices, or from those that a window reaches."""
+    """Returns the algorithm that brings keys and values of all devices, or within the window."""
     (left, right), length = seen, q.shape[-3]
     causal, near = right == 0, None
-    scores = length * ring.size * (0.5 if causal else 1.0)  # that are computed for a query
+    scores = length * ring.size * (0.5 if causal else 1.0)  # computed for a query
     what = f"{'causal ' if causal else ''}{q.dtype}"
     if left is not None and right is not None:
         chunk = length // chunks
@@ -263,8 +244,8 @@ def _way(
 
 
 def _near(behind: int, ahead: int, *, zigzag: bool) -> tuple[tuple[int, ...], int]:
-    """In which directions blocks go to be seen so many chunks away, and how many places."""
-    # A zigzag block has a chunk whose neighbours are behind, and one whose are ahead.
+    """Returns the directions in which blocks travel, and how many hops."""
+    # A zigzag block has one chunk with neighbours behind, and one with neighbours ahead.
     if zigzag or (behind and ahead):
         return (1, -1), max(behind, ahead)
     return ((-1,), ahead) if ahead else ((1,), behind)
@@ -277,7 +258,7 @@ def _segments(
     ring: Ring,
     zigzag: bool,
 ) -> Int32[Array, "*batch 1 keys 1"] | None:
-    """The segment of each local position, negative where it does not count."""
+    """Returns the segment of each local position, negative if it does not count."""
     *batch, length, _, _ = k.shape
     ids: Array | None = None
     if segments is not None:
@@ -300,12 +281,12 @@ def _segments(
 
 
 def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}"]:
-    """The positions of the whole sequence that this device holds, ascending."""
+    """Returns this device's positions in the full sequence, ascending."""
     index, places = ring.index().astype("int32"), jnp.arange(length, dtype="int32")
     if not zigzag:
         return index * length + places
     half = length // 2
-    late = (2 * ring.size - 1 - index) * half - half  # what the second half's places start from
+    late = (2 * ring.size - 1 - index) * half - half  # added to places in the second half
     return jnp.where(places < half, index * half + places, late + places)
 
 
@@ -331,7 +312,7 @@ def _sinks(
         )
     if not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise type_error(f"sinks are {sinks.dtype}, but must be floats; cast them")
-    # Wide before they vary: gradients of devices are summed so.
+    # Widened before they vary, so that devices sum their gradients in float32.
     return sinks.astype(sum_dtype(q.dtype)).reshape(kv_heads, heads // kv_heads)
 
 
@@ -347,7 +328,6 @@ def _scale(given: Any, size: int) -> float:
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
-    """Raises unless the local shapes are those of queries, keys and values of one sequence."""
     shapes = f"q has local shape {q.shape}, k {k.shape} and v {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 3:
         raise value_error(

@@ -1,7 +1,7 @@
-"""Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and the two in turn.
+"""Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and both in an MLP.
 
-Activations between layers are sharded along the sequence over the same axis as the weights
-(sequence parallelism), or, with `sequence_dim=None`, replicated over it.
+The axis of the weights also shards activations along the sequence (sequence parallelism). With
+`sequence_dim=None` activations are replicated.
 """
 
 from __future__ import annotations
@@ -36,45 +36,40 @@ def column_parallel_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Weights:
-    """Multiplies activations, their sequence gathered on the way, by weights cut by columns.
+    """Computes `all_gather(x) @ w + bias` for weights cut by columns.
 
     Args:
-      x: local `[..., s/n, k]`, sharded over `axis` along `sequence_dim`; or, with
-        `sequence_dim=None`, `[..., s, k]`, replicated over `axis`.
-      w: local `[k, m/n]`, in the dtype of x, or a tuple of such weights (their `m` may differ) that
-        share the one gather. With `fsdp_axis`, of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: its mode as in `all_gather_matmul`, its `wire_dtype` for the sums of the
-        backward reduce-scatter; None: that of the gradient.
-      bias: local `[m/n]`, sharded as the columns of `w` are; with `fsdp_axis` also
-        `[m/(n f)]`, which is gathered. For a tuple of weights a tuple of these, or of None.
-      sequence_dim: the dimension of x that is sharded, any but the last, or None.
-      fsdp_axis: further mesh axes, named in the same ways, over which weights are sharded, as in
-        fully sharded data parallelism: they are gathered before the product, and again for the
-        backward pass. An `Axis` says how they travel, as in `fsdp_gather`; nothing is taken from
-        `axis`. Its `gather_dtype` must be the dtype of x: weights are used in it.
-      fsdp_dim: the dimension of weights along which they are, 0 or 1.
+      x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
+      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights that share one gather. With
+        an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
+        sums of the backward reduce-scatter. None: the gradient's own dtype.
+      bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
+        or None.
+      sequence_dim: the sharded dimension of x, any but the last, or None.
+      fsdp_axis: further mesh axes that shard weights, or an `Axis` as in `fsdp_gather`. Weights are
+        gathered before the product, and again in the backward pass. Its `gather_dtype` must be the
+        dtype of x.
+      fsdp_dim: the dimension of weights that `fsdp_axis` shards, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    One dimension of `w` may be sharded over both axes in either order. With
-    `P(None, ("fsdp", "tp"))` a device has, once gathered, f blocks of columns that are not
-    neighbours: `row_parallel_linear` with `P(("fsdp", "tp"), None)` takes its rows in that same
-    order, and a bias must have it too. With `P(None, ("tp", "fsdp"))` it has neighbours.
+    Both axes may shard one dimension of `w`, in either order. After `P(None, ("fsdp", "tp"))`, a
+    device's columns are not adjacent. A bias, and the next `row_parallel_linear` by
+    `P(("fsdp", "tp"), None)`, must have the same order.
 
     Returns:
-      `[..., s, m/n]`, or a tuple of them, varying over `axis` and all that x and w vary over.
+      `[..., s, m/n]`, or a tuple of them, varying over `axis` and all axes of x and w.
 
     Raises:
-      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: a sharded operand that is typed as replicated over `axis`; wrong ranks or sizes,
-        an unknown axis name, mesh axes that are in both `axis` and `fsdp_axis`, a call outside
-        shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: a sharded operand is typed as replicated over `axis`, ranks or sizes do not fit,
+        or an axis is unknown or in both `axis` and `fsdp_axis`.
 
-    Cost: a device sends (n-1)/n of the gathered x, overlapped with the product, as
-    `all_gather_matmul` does; with `sequence_dim=None` nothing forward, and the gradient of x is
-    summed over the axis. With `fsdp_axis` it also sends (f-1)/f of what weights gather to,
-    forward and backward, and reduce-scatters their gradient; of weights the shards alone are kept.
+    Cost: a device sends (n-1)/n of the gathered x, overlapped as in `all_gather_matmul`. With
+    `sequence_dim=None` it sends nothing forward, and sums the gradient of x over the axis. With
+    `fsdp_axis` it sends (f-1)/f of the gathered weights, forward and backward, reduce-scatters
+    their gradient, and saves only the shards.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -115,37 +110,34 @@ def row_parallel_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Multiplies activations by a weight cut by rows, and sums over the axis.
+    """Computes `x @ w` for a weight cut by rows, summed over the axis, plus a bias.
 
     Args:
-      x: local `[..., s, k/n]`, as `column_parallel_linear` returns it.
-      w: local `[k/n, m]`, in the dtype of x. With `fsdp_axis`, of size f, `[k/(n f), m]` or
+      x: local `[..., s, k/n]`, as from `column_parallel_linear`.
+      w: local `[k/n, m]` in the dtype of x. With an `fsdp_axis` of size f, `[k/(n f), m]` or
         `[k/n, m/f]`.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: its mode as in `matmul_reduce_scatter`, its `wire_dtype` for partial sums;
-        None: that of the result.
-      bias: `[m]`, replicated over `axis`, and added once, after the sum; with `fsdp_axis` also
-        `[m/f]`, which is gathered.
-      sequence_dim: the dimension of the result that is scattered, any but the last, or None.
+      axis: mesh axes, or an `Axis` with a mode as in `matmul_reduce_scatter`. Its `wire_dtype` is
+        for partial sums. None: the dtype of the result.
+      bias: `[m]`, replicated over `axis`, or `[m/f]` over `fsdp_axis`. It is added once, after the
+        sum.
+      sequence_dim: the scattered dimension of the result, any but the last, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of the weight along which it is sharded further, 0 or 1.
+      fsdp_dim: the dimension of w that `fsdp_axis` shards, 0 or 1.
       preferred_element_type: as in `matmul_reduce_scatter`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      `[..., s/n, m]`, varying over `axis`; or, with `sequence_dim=None`, `[..., s, m]`, which
-      under `check_vma=True` is typed as replicated over it.
+      `[..., s/n, m]`, varying over `axis`. With `sequence_dim=None`, `[..., s, m]`, typed as
+      replicated under `check_vma=True`.
 
     Raises:
-      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: a weight that is typed as replicated over `axis`; a sequence that the axis does
-        not divide, wrong ranks or sizes, an unknown axis name, mesh axes that are in both `axis`
-        and `fsdp_axis`, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: w is typed as replicated over `axis`, the axis does not divide the sequence, ranks
+        or sizes do not fit, or an axis is unknown or in both `axis` and `fsdp_axis`.
 
-    Cost: a device sends (n-1)/n of the whole result, overlapped with the product, as
-    `matmul_reduce_scatter` does, or twice that for the whole of it, as `matmul_all_reduce`. The
-    derivative gathers the cotangent once, or sends nothing. `fsdp_axis` costs what it does in
-    `column_parallel_linear`.
+    Cost: a device sends (n-1)/n of the full result, overlapped as in `matmul_reduce_scatter`, or
+    twice that with `sequence_dim=None`. The derivative gathers the cotangent once, or sends
+    nothing. `fsdp_axis` costs as in `column_parallel_linear`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -178,45 +170,41 @@ def gated_mlp(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns over the axis.
+    """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns sharded.
 
     Args:
-      x: local `[..., s/n, k]`, or `[..., s, k]` with `sequence_dim=None`, replicated.
+      x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
       w_gate: local `[k, h/n]`.
       w_up: local `[k, h/n]`.
       w_down: local `[h/n, m]`.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel, as in `column_parallel_linear` and `row_parallel_linear`.
-      activation: an elementwise function; or a `GatedActivation` of gate and up together, in place
-        of `activation(gate) * up`.
-      biases: of gate, up and down, each an array or None, as in `column_parallel_linear` and
-        `row_parallel_linear`.
-      sequence_dim: the dimension of x and of the result that is sharded, or None.
+      axis: as in `column_parallel_linear` and `row_parallel_linear`.
+      activation: an elementwise function, or a `GatedActivation` in place of
+        `activation(gate) * up`.
+      biases: arrays or None for gate, up and down, as in the linear layers.
+      sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension along which weights are sharded further; or a pair, of `w_gate` and
-        `w_up`, and of `w_down`.
-      preferred_element_type: as in `all_gather_matmul`; the hidden activations are cast to the
-        dtype of `w_down` again.
+      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up and for
+        down.
+      preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    The hidden dimension may be sharded over both axes in either order, the same one for all three:
-    `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`, and with biases `P(("fsdp", "tp"))`.
+    If both axes shard the hidden dimension, all weights and biases have the same order of axes,
+    such as `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
 
     Returns:
-      `[..., s/n, m]`; with `sequence_dim=None` `[..., s, m]`, typed as replicated.
+      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`.
 
     Raises:
-      TypeError: operands of different dtypes, or an option or wire dtype of the wrong type.
-      ValueError: as `column_parallel_linear` and `row_parallel_linear`.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
-    Cost: one gather of x, which both products share, and one reduce-scatter of the result; three
-    matmuls. With `mode="auto"`, where the compiler makes collectives asynchronous, the rows may go
-    through all of it in two or four chunks, so that those of one travel beside the matmuls of
-    another: then weights are read, and their gradients added up, once a chunk. The derivative
-    gathers x once more and the result's cotangent once, reduce-scatters the gradient of x, and
-    computes six matmuls. Residuals are x, the two products and the hidden activations. Naive
-    passes, such as chunks of rows, keep the gathered x in place of x, and do not gather it again.
-    The two products have the name "gated_mlp" for policies of `jax.checkpoint`.
+    Cost: three matmuls, one gather of x and one reduce-scatter of the result. With `mode="auto"`
+    and asynchronous collectives, rows may run in two or four chunks, so that a chunk's transfers
+    overlap with another's matmuls. Weights are then read once a chunk. The derivative computes six
+    matmuls, gathers x and the cotangent, and reduce-scatters the gradient of x. Residuals are x,
+    the two products and the hidden activations. Naive passes save the gathered x instead, and do
+    not gather it again. The two products have the name "gated_mlp" for policies of
+    `jax.checkpoint`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -237,7 +225,7 @@ def gated_mlp(
     w_gate, w_up, w_down = weights.values()
     b_gate, b_up, b_down = as_biases("biases", biases, ("w_gate", "w_up", "w_down"))
 
-    # Kept for the backward pass are gate, up and what they make, but not what is between.
+    # The residuals are gate, up and the hidden activations, without intermediate arrays.
     @jax.checkpoint
     def join(
         gate: Num[Array, "*tokens columns"], up: Num[Array, "*tokens columns"]

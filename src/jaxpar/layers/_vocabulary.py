@@ -1,4 +1,4 @@
-"""A vocabulary that is sharded: its embedding and its cross entropy."""
+"""Embedding and cross-entropy for a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -36,31 +36,29 @@ from jaxpar.layers._regions import reduce_region
 def vocab_parallel_embedding(
     tokens: Array, table: Array, axis: AxisLike, *, sequence_dim: Integer | None = -2
 ) -> Array:
-    """Looks tokens up in a table whose rows, one for each token, are sharded.
+    """Looks tokens up in a table whose rows are sharded.
 
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
-      table: local `[v/n, d]`, this device's rows, in logical order. Rows that pad the table to a
-        multiple of n are never read and have zero gradients.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: here always by `lax.psum` or `lax.psum_scatter`.
-      sequence_dim: the dimension of the result that is scattered, any but the last, or None.
+      table: local `[v/n, d]`, this device's rows, in logical order. Padding rows at the end are
+        never read and have zero gradients.
+      axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
+      sequence_dim: the scattered dimension of the result, any but the last, or None.
 
     Returns:
-      This device's block `[..., s/n, d]`, varying over `axis`; or, with `sequence_dim=None`,
-      `[..., s, d]`, typed as replicated over `axis` under `check_vma=True`. A token outside
-      `[0, v)`, such as -1 for padding, gives zeros and no gradient.
+      Local `[..., s/n, d]`, varying over `axis`. With `sequence_dim=None`, `[..., s, d]`, typed as
+      replicated under `check_vma=True`. A token outside `[0, v)`, such as -1, gives zeros and no
+      gradient.
 
     Raises:
-      TypeError: tokens that are no integers, a `sequence_dim` that is none; a table of booleans,
-        which have no sum.
-      ValueError: a table of another rank; tokens typed as varying over `axis`, or a table typed as
-        replicated; a sequence that the axis does not divide; a layout that pads between the rows
-        of a table of this size, as `Split` does; an unknown axis name; a call outside shard_map.
+      TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
+      ValueError: the table has another rank or is typed as replicated over `axis`, tokens vary over
+        it, it does not divide the sequence or is unknown, or a layout pads between the rows, as
+        `Split` does.
 
-    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much, in the dtype
-    of the table: each sum has one term that is not zero, and is exact. The derivative
-    all-gathers the cotangent if it was scattered, and adds its rows up in float32 or wider.
+    Cost: a reduce-scatter of the result, or an all-reduce of twice the bytes, in the dtype of the
+    table. Sums are exact, as only one term is not zero. The derivative all-gathers a scattered
+    cotangent, and adds its rows in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -91,7 +89,7 @@ def vocab_parallel_embedding(
     rows: Any = _lookup(table.shape[0], table.dtype, places, table)
     if dim is None:
         return _sum_of_one(ring.names, rows)
-    if not rows.size:  # XLA does not scatter nothing
+    if not rows.size:  # XLA does not scatter empty arrays
         return lax.slice_in_dim(rows, 0, shape[dim] // ring.size, axis=dim)
     return psum_scatter(rows, ring.names, dim)
 
@@ -100,7 +98,7 @@ def vocab_parallel_embedding(
 def _lookup(
     rows: int, dtype: Any, places: Int[Array, "*tokens"], table: Num[Array, "{rows} d"]
 ) -> Num[Array, "*tokens d"]:
-    """The rows of `table` at `places`, zeros at places that it does not have."""
+    """Returns the rows of `table` at `places`, and zeros outside the table."""
     found = (places >= 0) & (places < rows)
     return jnp.where(found[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
 
@@ -116,7 +114,7 @@ def _lookup_bwd(
 ) -> tuple[None, Num[Array, "{rows} d"]]:
     wide = addition_dtype(dtype)
     zeros = vary_over(varying_axes(ct), jnp.zeros((rows, ct.shape[-1]), wide))
-    # Places that are not there go past the end: negative ones would count from it.
+    # Missing places go past the end. Negative places would count from the end.
     places = jnp.where(places < 0, rows, places)
     return None, zeros.at[places].add(ct.astype(wide), mode="drop").astype(dtype)
 
@@ -126,7 +124,7 @@ _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_one(names: tuple[str, ...], x: Num[Array, "*tokens d"]) -> Num[Array, "*tokens d"]:
-    """A sum over devices of which at most one has something: exact in any dtype."""
+    """Sums over devices of which at most one has no zeros, exact in any dtype."""
     return lax.psum(x, names)
 
 
@@ -139,7 +137,7 @@ def _sum_of_one_fwd(
 def _sum_of_one_bwd(
     names: tuple[str, ...], _: None, ct: Num[Array, "*tokens d"]
 ) -> tuple[Num[Array, "*tokens d"]]:
-    # Without types the cotangents of all devices count, and this sum is one term of theirs.
+    # Without types, the cotangents of all devices count, and each device has one term of the sum.
     return (vary_over(names, ct) if checks_varying(names) else reduce_region(ct, names),)
 
 
@@ -163,51 +161,46 @@ def vocab_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes each token's cross-entropy from logits `x @ w + bias` that never exist as a whole.
+    """Computes each token's cross-entropy of logits `x @ w + bias`, without the full logits.
 
     Args:
-      x: local `[..., s/n, d]`, sharded over `axis` along `sequence_dim`; or, with
-        `sequence_dim=None`, `[..., s, d]`, replicated over `axis`.
-      w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for weights tied to
-        those of `vocab_parallel_embedding`. Under `check_vma=False` types do not show that w
-        is replicated by mistake. Then losses are too large by log(n), unless `vocabulary` is given,
-        which refuses such a w.
+      x: local `[..., s/n, d]`, or replicated `[..., s, d]` with `sequence_dim=None`.
+      w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for tied embeddings.
+        Under `check_vma=False` give `vocabulary` too. Otherwise a w that is replicated by mistake
+        makes losses too large by log(n).
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
-      axis: mesh axes: a name, a tuple or list of them in any order, or an `Axis`, which says how
-        data travel: x, and its gradient. Its mode is as in `all_gather`, but `"auto"` is
-        `"naive"`, as nothing is computed meanwhile. Its `wire_dtype` is that in which partial sums
-        of the gradient of `x` travel; None: that of `x`.
-      bias: local floats `[v/n]`, sharded as the columns of `w` are, or None.
-      softcap: a bound c of the logits, which become `c tanh((x @ w + bias) / c)`; None: no bound.
-      vocabulary: the number of tokens, if `w` is padded to a multiple of n. Later columns do not
-        count, may hold anything, and have zero gradients. For a table that a layout has padded, it
-        is `layout["embedding"].shape[0]`. None: all columns are tokens.
-      sequence_dim: the dimension of x that is sharded, any but the last, or None.
-      chunk: the most tokens whose logits a device holds at a time.
+      axis: mesh axes, or an `Axis` with a mode as in `all_gather`, for x and its gradient. `"auto"`
+        is `"naive"`. Its `wire_dtype` is for partial sums of the gradient of x. None: the dtype of
+        x.
+      bias: local floats `[v/n]`, or None.
+      softcap: a bound c of logits, which become `c tanh((x @ w + bias) / c)`. None: no bound.
+      vocabulary: the number of tokens if `w` is padded, such as `layout["embedding"].shape[0]`.
+        Later columns may hold anything, and have zero gradients. None: all columns are tokens.
+      sequence_dim: the sharded dimension of x, any but the last, or None.
+      chunk: the most tokens whose logits exist at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
-      z_loss: what the square of the log of the softmax's denominator is weighted with and added.
-      ignore_label: the label of tokens that have a loss of 0, are not read and have zero gradients.
+      z_loss: the weight of the squared log of the softmax's denominator.
+      ignore_label: the label of tokens with a loss of 0 and zero gradients.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      Losses in the shape of `labels`, in float32, or float64 for float64. For logits `l`, label `y`
-      and `z = logsumexp(l)`: `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss
-      z^2`. Varying over `axis`; with `sequence_dim=None` typed as replicated. Any other
-      label outside `[0, vocabulary)` is an error that shows as NaN, in the loss and in gradients.
+      Losses in the shape of `labels`, float32 or wider, varying over `axis`, or replicated with
+      `sequence_dim=None`. For logits `l`, label `y` and `z = logsumexp(l)`:
+      `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss z^2`. Any other label
+      outside `[0, vocabulary)` gives NaN in losses and gradients.
 
     Raises:
-      TypeError: `x` and `w` of different dtypes or no floats, labels that are no integers, an
-        option or wire dtype of the wrong type, a bias that is no float.
-      ValueError: shapes that do not fit; an option out of range; labels typed as varying over
-        `axis` with `sequence_dim=None`; `w`, a bias, or, without that, x or labels, typed as
-        replicated over it; `w` with columns of the whole `vocabulary`; no `vocabulary` while a
-        layout that pads a table to this size, or such a padded array, exists; padding between its
-        rows, as `Split` does; an unknown axis name; a call outside shard_map.
+      TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
+        type.
+      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. An operand
+        is typed as replicated over `axis`, labels vary over it with `sequence_dim=None`, or w has
+        columns of the full `vocabulary`. A layout pads tables of this size and `vocabulary` is
+        missing, or pads between rows, as `Split` does.
 
-    Cost: one matmul of all tokens with `w`, and three of that size in the derivative. A device
-    sends three float32 numbers a token, 2 (n-1)/n of them, and (n-1)/n of `x` forward, the same
-    backward, and of its gradient; or, with `sequence_dim=None`, of `x` nothing, and 2 (n-1)/n of
-    its gradient, which is summed. It keeps its operands, all labels and two numbers for each token.
+    Cost: one matmul of all tokens with `w`, and three in the derivative. A device sends 2 (n-1)/n
+    of three float32 a token. It sends (n-1)/n of `x` forward, again backward, and of its gradient.
+    With `sequence_dim=None` it only sums the gradient. Residuals are the operands, all labels and
+    two numbers a token.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -218,9 +211,9 @@ def vocab_parallel_cross_entropy(
       >>> np.asarray(found).round(3)[:3]
       array([2.303, 2.303, 0.   ], dtype=float32)
 
-    Source: logits by shards are those of Shoeybi et al., as in `vocab_parallel_embedding`; by
-    chunks, of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024). The
-    bound is that of Gemma 2's final logits (2024).
+    Source: Shoeybi et al., as in `vocab_parallel_embedding`, for sharded logits; Wijmans et al.,
+    "Cut your losses in large-vocabulary language models" (2024), for chunks; Gemma 2 (2024) for the
+    bound.
     """
     ring = bind(axis)
     x, w, labels = as_array("x", x), as_array("w", w), as_integers("labels", labels)
@@ -279,7 +272,7 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
 
 
 def _check_shards(loss: ChunkedLoss, x: Array, w: Array, bias: Array | None, labels: Array) -> None:
-    """Raises where each device should have its own part of an operand, and all have the whole."""
+    """Raises if all devices have the full operand instead of a part."""
     ring = loss.ring
     check_own("w", w, ring, "columns")
     if not checks_varying(ring.names) and w.shape[1] >= loss.vocabulary and ring.size > 1:

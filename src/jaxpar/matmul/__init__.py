@@ -1,4 +1,4 @@
-"""Overlapped matmuls: their collectives travel while they compute, forward and backward."""
+"""Overlapped matmuls: collectives run while the matmuls compute, forward and backward."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Chunks of another label than the ring's: a collective for each, of a part of all blocks."""
+"""Chunked modes that cut another label than the ring's, with one collective for each chunk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ def _label_of_chunks(
     pairs: Sequence[tuple[Array, Array]],
     chunks: int,
 ) -> str:
-    """Returns the label of what travels along which chunks are cut, at the least cost."""
+    """Returns the label along which chunks cost least."""
     ring, width = method.way.ring, pairs[0][0].dtype.itemsize
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
@@ -37,7 +37,7 @@ def _label_of_chunks(
 
 
 def _at_once(method: RingEinsum) -> RingEinsum:
-    """The naive way, for one chunk of arrays that are cut along another label than the ring's."""
+    """Returns the naive method, for one chunk."""
     way = Naive(method.way.ring)
     return replace(method, way=way, backward=way, underived=way)
 
@@ -50,19 +50,16 @@ def gather_across(
     left: Left | Quantized,
     rights: tuple[Num[Array, "..."], ...],
 ) -> tuple[Num[Array, "..."], ...] | None:
-    """A gather, by `run`, for each of so many chunks of another label than the ring's.
-
-    Of all operands that have it. None: chunks had better be of the ring's.
-    """
+    """Gathers in chunks of another label; None if chunks of the ring's label cost less."""
     if isinstance(left, Quantized):
         return None
     pairs = [(left, right) for right in rights]
     along = _label_of_chunks(method, "gather", products, pairs, chunks)
     if along == method.label:
         return None
-    # Rows over the ring, [m/n, k] and [k, c]: cut along k, each chunk is a whole matmul of some of
-    # what is contracted, and its result is added; along a batch or c, it is placed. Either way a
-    # gather brings rows that lie together, where chunks of the rows themselves come as n pieces.
+    # Rows are sharded: [m/n, k] and [k, c]. A chunk of k is a matmul of all rows, and its result
+    # is added. A chunk of a batch or of c is placed. Both gather contiguous rows. A chunk of the
+    # rows themselves would arrive as n pieces.
     once, run = _at_once(method), jax.named_scope(method.way.mode)(run)
     length = left.shape[products[0].left.index(along)]
     wide = [
@@ -96,10 +93,7 @@ def scatter_across(
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> Out | None:
-    """A scatter, by `run`, for each of so many chunks of another label than the ring's.
-
-    Of all operands that have it. None: chunks had better be of the ring's.
-    """
+    """Scatters in chunks of another label; None if chunks of the ring's label cost less."""
     along = _label_of_chunks(method, "scatter", products, pairs, chunks)
     if along == method.label:
         return None

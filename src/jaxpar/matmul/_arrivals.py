@@ -1,4 +1,4 @@
-"""What is made of blocks that arrive: partners that are cut for them, products placed or added."""
+"""Multiplies arriving blocks by their partners, and places or adds the products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def take_partners(
     scales: Scales | None,
     positions: Positions,
 ) -> tuple[Any, list[Array]]:
-    """Returns what is used with the block of these positions: its scales, and its partners."""
+    """Returns a block's scales and partners."""
     return None if scales is None else scales.at(positions), [
         cut_operand(method.label, right, p.right, positions)
         for p, right in zip(products, rights, strict=True)
@@ -43,9 +43,9 @@ def use_arrivals(
     *,
     joined: bool = False,
 ) -> list[Any]:
-    """Multiplies blocks by their partners in all products, and places or adds what they give.
+    """Multiplies blocks by their partners, and places or adds the results.
 
-    `whole` is the length of the ring's label. Blocks that are added are `joined`, or if cheaper.
+    `whole` is the label's full length. `joined` joins blocks that are added, whatever it costs.
     """
     results = [None] * len(products) if results is None else results
     blocks = [
@@ -68,12 +68,12 @@ def _use_blocks(
     method: RingEinsum,
     product: Product,
     result: Out | None,
-    arrivals: list[tuple[Any, Array, Positions]],  # blocks of a ring's share, which may differ
+    arrivals: list[tuple[Any, Array, Positions]],  # blocks of different rings may differ in size
     whole: int,
     joined: bool,
 ) -> Out:
     label = method.label
-    if label in product.out:  # each block makes its own part of the result
+    if label in product.out:  # each block gives a part of the result
         for block, right, positions in arrivals:
             part = multiply_part(
                 method, product, block, right, product.dtype, blocks=positions.blocks
@@ -81,18 +81,18 @@ def _use_blocks(
             result = positions.place(result, part, product.out.index(label), whole)
     else:
         blocks, rights = [b for b, _, _ in arrivals], [r for _, r, _ in arrivals]
-        apart = arrivals[0][2].blocks  # of a comb n, whose positions lie in all blocks
+        apart = arrivals[0][2].blocks  # n for a comb, whose positions lie in all blocks
         dims = product.left.index(label), product.right.index(label)
         sizes = sizes_of(product, blocks[0], rights[0])
         sums = 4 * prod(sizes[name] for name in product.out)  # bytes of float32
         if len(blocks) > 1 and (joined or joining_is_cheaper(sizes[label], sums)):
             blocks, rights = [_joined(blocks, dims[0])], [lax.concatenate(rights, dims[1])]
-            apart = 1  # joined, they are neighbours
+            apart = 1  # joined blocks are contiguous
         for block, right in zip(blocks, rights, strict=True):
-            # The whole at once is rounded by the matmul; sums are, when they are finished.
+            # A matmul of the full length rounds its result. Partial sums are rounded at the end.
             dtype = product.dtype if block.shape[dims[0]] == whole else None
             part = multiply_part(method, product, block, right, dtype, blocks=apart)
-            result = part if result is None else result + part  # by the matmul's epilogue, on TPUs
+            result = part if result is None else result + part  # fused into the matmul on TPUs
     assert result is not None
     return result
 
@@ -114,10 +114,9 @@ def multiply_part(
     *,
     blocks: int = 1,
 ) -> Out:
-    """Computes one product of a part of the positions of the ring's label.
+    """Computes one product for a part of the ring's label.
 
-    It is of `dtype`, or of that of partial sums. Where positions lie in several `blocks`, those are
-    a dimension of their own.
+    Positions in several `blocks` become a dimension of their own.
     """
     if blocks == 1:
         return multiply(method.arithmetic, product, left, right, dtype)
@@ -131,11 +130,11 @@ def multiply_part(
     ]
     of_left, of_right, of_out = (labels.replace(label, block + label) for labels in texts)
     product_apart = Product(of_left, of_right, of_out, product.dtype)
-    # Rounded before the dimensions are joined: after it, placing is no part of the matmul.
+    # Round before the dimensions are joined: only then XLA fuses the matmul with the placing.
     out = multiply(method.arithmetic, product_apart, apart[0], apart[1], dtype)
     return join_dims(out, product.out.index(label)) if label in product.out else out
 
 
 def cut_operand(label: str, x: Array, labels: str, positions: Positions) -> Array:
-    """Returns these positions of an operand that has the label, all of any other."""
+    """Returns these positions of an operand that has the label; others stay full."""
     return positions.cut(x, labels.index(label)) if label in labels else x

@@ -1,4 +1,4 @@
-"""From a call to a program: checks, choice of a way, and the einsums that it runs."""
+"""Checks a call, chooses an algorithm, and runs the einsum."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,20 +40,18 @@ from jaxpar.ring.ways import Forms
 
 @dataclass(frozen=True)
 class EinsumOptions:
-    """What was asked for, apart from the operands."""
-
     labels: Labels
     ring: Ring
     arithmetic: Arithmetic
-    # Unless told otherwise, it gathers again in the backward pass instead of keeping the whole.
+    # Gathers again in the backward pass, unless `keep_gathered` is True.
     regather: bool = False
     recomputed: bool = False
-    in_layer: bool = False  # other work of a layer is before and behind it
+    in_layer: bool = False  # a layer's other work runs before and after the einsum
     names: tuple[str, str] = ("lhs", "rhs")  # of the operands, in errors
 
     @property
     def gathers_again(self) -> bool:
-        """Whether what was gathered must not be kept for the backward pass."""
+        """Returns whether the gathered operand must not be saved."""
         keep = self.ring.keep_gathered
         return self.regather if keep is None else not keep
 
@@ -67,7 +65,6 @@ class EinsumOptions:
         low_bit: bool = False,
         travels: Any = None,
     ) -> RingEinsum:
-        """Returns how to run over the ring."""
         shapes = tuple(x.shape for x in operands)
         kind = "projection" if self.in_layer else "matmul"
         what = f"{forward[0].kind} {label} of {self.labels}, {operands[0].dtype}"
@@ -83,7 +80,7 @@ class EinsumOptions:
         length = forward[0].length // self.ring.size
         if forward[0].kind != "gather" or method.left_to_jax or way.kept(length) is None:
             return method
-        # Naive both ways keeps, in 8 bits too, whose derivative JAX's own could not be.
+        # Two naive passes save the operand. In 8 bits JAX cannot derive the pass, so save it here.
         return replace(method, keeps=keeps or (may and way == back and way.derived_by_jax))
 
 
@@ -93,7 +90,6 @@ def make_call(
     preferred_element_type: Any,
     precision: Any,
 ) -> EinsumOptions:
-    """Checks what can be checked without the operands."""
     preferred = as_dtype("preferred_element_type", preferred_element_type)
     check_precision(precision)
     return EinsumOptions(labels, ring, Arithmetic(preferred, precision))
@@ -102,7 +98,7 @@ def make_call(
 def gathered_operand(
     call: EinsumOptions, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized
 ) -> Operand:
-    """Returns the operand sharded along `label`: the only one that has it, or the smaller one."""
+    """Returns the operand sharded along `label`: the only one with it, or the smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
         raise value_error(
@@ -125,14 +121,14 @@ def gather(
     lhs: Any,
     rhs: tuple[Any, ...],
 ) -> tuple[Array, ...]:
-    """Multiplies lhs by each of `rhs`, `operand` being gathered along `label` first."""
+    """Multiplies lhs by each of `rhs`, and gathers `operand` along `label`."""
     ring, labels = call.ring, call.labels
-    # The gathered operand is on the left of a product, whichever it is of the user's.
+    # A product has the gathered operand on its left, even if the user gathers rhs.
     swapped = operand == "rhs"
     left, partners = (rhs[0], (lhs,)) if swapped else (lhs, rhs)
     rights = tuple(as_array("lhs" if swapped else "rhs", x) for x in partners)
     seen: Any = jax.ShapeDtypeStruct(left.shape, ring.gathered_as(left.dtype))
-    if isinstance(left, Quantized):  # read as its partner, in whose dtype it is multiplied
+    if isinstance(left, Quantized):  # multiplied in the dtype of its partner
         seen = left = replace(left, dtype=rights[0].dtype)
     operands = [(right, seen) if swapped else (seen, right) for right in rights]
     sizes = [local_sizes(labels, *pair, ring, gathered=(operand, label)) for pair in operands]
@@ -148,7 +144,7 @@ def gather(
         left = straight_through(how, left, product.left.index(label))
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
-    sent = 1 if low_bit else width  # bytes of a number
+    sent = 1 if low_bit else width  # bytes of one number in transfer
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     rounds = ring.low_bit_sums(left.dtype) is not None
@@ -161,21 +157,21 @@ def gather(
     method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit, travels=travels)
     run = gather_einsum
     if method.keeps:
-        from jaxpar.matmul._kept import gather_and_keep as run  # by `auto` on TPUs
+        from jaxpar.matmul._kept import gather_and_keep as run  # `auto` takes it on TPUs
 
     def gathered(
         left: Left | Quantized, rights: tuple[Num[Array, "..."], ...]
     ) -> tuple[Num[Array, "..."], ...]:
         return run(method, (product,) * len(rights), left, rights)
 
-    # Rules of our own gather again anyway, and an operand that stays is gathered nowhere.
+    # The special derivative gathers again by itself. A stationary operand is never gathered.
     stays = method.way.perform(Forms(lambda: False, lambda _: False, lambda: True))
     regather = call.gathers_again and method.left_to_jax and not stays
     return (jax.checkpoint(gathered) if regather else gathered)(left, rights)
 
 
 def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
-    """Multiplies, sums over the ring, and keeps this device's block along `label`."""
+    """Multiplies, and scatters the sum along `label`."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
@@ -211,6 +207,6 @@ def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     label, width = labels.out[0], lhs.dtype.itemsize
     forth = flow_of("all-reduce", label, ring.size, [product], [sizes], width, wire.itemsize)
     method = call.method(label, (lhs, rhs), (forth,))
-    from jaxpar.matmul._all_reduce import all_reduce_einsum  # which no gather or scatter needs
+    from jaxpar.matmul._all_reduce import all_reduce_einsum  # a gather or scatter does not need it
 
     return all_reduce_einsum(method, product, lhs, rhs)

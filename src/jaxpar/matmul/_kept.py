@@ -1,7 +1,4 @@
-"""A gather that keeps what it brings for its derivative, which then gathers nothing.
-
-That is a scatter, beside whose transfers what was kept is used, in tasks.
-"""
+"""A gather that saves its blocks. Its derivative scatters, and uses them during the transfers."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from jaxpar.ring.ways import Arrivals, Kept, Place
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """What a gather brought: the whole, or blocks as they came, if not the own; and all scales."""
+    """All scales, and the gathered array, or its blocks without a local one that is used first."""
 
     blocks: list[Leaf]
     scales: Scales | None
@@ -52,17 +49,13 @@ def tasks_of(
     cts: Any,
     parts: int,
 ) -> list[Task]:
-    """Returns the work on blocks that were kept, and have their places, in tasks.
-
-    Each is of as many as are best joined. A whole is cut into `parts`.
-    """
+    """Returns tasks that use saved blocks; a full array is cut into `parts`."""
     dim = products[0].left.index(method.label)
     adds = method.label not in products[0].out
     whole = sum(block.shape[dim] for block, _ in blocks)
     cuts: list[Span | None] = [None] * len(blocks)
-    # Blocks of a ring that is unrolled come as they are, one after the other; a longer one, and a
-    # collective, leave the whole in one array.
-    if len(blocks) == 1:  # the whole, of which each step gets a part
+    # An unrolled ring saves single blocks. A longer ring, and a collective, save the full array.
+    if len(blocks) == 1:  # the full array: each step gets a part of it
         cuts = [Span(*cut) for cut in even_cuts(whole, parts)]
         blocks = [(blocks[0][0], lambda _, at=cut: at) for cut in cuts]
 
@@ -75,7 +68,7 @@ def tasks_of(
             arrivals: Arrivals = []
             for number, at in zip(numbers, taken, strict=True):
                 (block, place), cut = blocks[number], cuts[number]
-                # Cut here, not taken: as part of the matmul it is no copy.
+                # Cut it here, not in `take`: XLA fuses this cut with the matmul, without a copy.
                 block = block if cut is None else cut.cut(block, dim)
                 arrivals.append((block, place(index), at))
             return use_arrivals(method, products, results, arrivals, whole, joined=True)
@@ -85,8 +78,8 @@ def tasks_of(
     def finish(results: list[Array]) -> list[Array]:
         return [x.astype(p.dtype) for x, p in zip(results, products, strict=True)]
 
-    # A ring of 8, contracted: 8 blocks of 256 rows in two groups of four give two sums, not
-    # 8. Where results are placed, and nothing is added, each block is a task.
+    # A ring of 8 along the contracting dimension: two groups of four blocks of 256 rows give two
+    # sums, not 8. If results are only placed, each block is a task.
     groups: list[list[int]] = [[0]]
     for number in range(1, len(blocks)):
         joined = [blocks[n][0].shape[dim] for n in groups[-1]]
@@ -98,24 +91,23 @@ def tasks_of(
 
 
 def _kept(method: RingEinsum, products: tuple[Product, ...], left: Any) -> Kept:
-    """What a gather of this device's `left` keeps."""
+    """Returns the blocks that a gather of `left` saves."""
     kept = method.way.kept(left.shape[products[0].left.index(method.label)])
     assert kept is not None, "a way that keeps nothing was not asked to"
     return kept
 
 
 def _joins_kept(lengths: Sequence[int]) -> bool:
-    """Whether blocks that were kept, of these lengths, are better joined with one more."""
+    """Returns whether one more saved block should be joined to blocks of these lengths."""
     chip = traced_chip()
     few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
     return chip is not None and chip.torus and few
 
 
 def _keep(method: RingEinsum, products: Any, left: Left | Quantized, rights: Any) -> Any:
-    """A gather that returns what it brought, too, for its own derivative."""
     blocks: list[Array] = []
     results, scales = gather_blocks(method, products, method.sent(left), rights, blocks)
-    # The own block, which is used first, is kept anyway.
+    # A local block that is used first is a residual already.
     own_first = _kept(method, products, left).own_first
     return results, GatheredBlocks(blocks[1:] if own_first else blocks, scales)
 
@@ -148,10 +140,7 @@ def _by_kept(
     cts: Any,
     kept: GatheredBlocks,
 ) -> Any:
-    """Returns the same of what was kept: the gradients of the right operands send nothing.
-
-    They are made, a few blocks a step, beside the transfers of the left one's.
-    """
+    """Returns a gather's gradients; those of right operands need no transfer."""
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else method.sent(left)
     places, own_first = _kept(method, products, left)
@@ -176,13 +165,13 @@ def _by_kept_fwd(
 
 
 def _by_kept_bwd(method: RingEinsum, products: Any, residuals: Any, cts: Any) -> Any:
-    # What was kept is a function of the left operand, and so everything goes on to that. Were it
-    # taken for a constant, second derivatives would lack what comes through it, without an error.
+    # The saved blocks are functions of the left operand, so their derivatives go to it. As
+    # constants, they would make second derivatives wrong, without an error.
     _, backward = jax.vjp(partial(gradients, method.derivative(), products), *residuals)
     return *backward(cts), None
 
 
 _gather_and_keep = with_derivative(_keep, _keep_fwd, _keep_bwd, statics=2)
 _gradients_by_kept = with_derivative(_by_kept, _by_kept_fwd, _by_kept_bwd, statics=2)
-# The same as `gather_einsum`, but for its derivative.
+# Equals `gather_einsum`, except for the derivative.
 gather_and_keep = with_derivative(gather_underived, _gather_fwd, _gather_bwd, statics=2)

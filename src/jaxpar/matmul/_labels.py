@@ -1,4 +1,4 @@
-"""Einsum labels: what a ring einsum accepts, and how the named matmuls spell themselves."""
+"""The labels of ring einsums and matmuls."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxpar.axis.quantized import MaybeQuantized
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of both operands and of the result, one letter a dimension."""
+    """The labels of the operands and the result, one letter a dimension."""
 
     lhs: str
     rhs: str
@@ -21,7 +21,7 @@ class Labels:
 
 
 def parse_labels(subscripts: str) -> Labels:
-    """Returns the labels in `subscripts`, or says what a ring einsum cannot do with them."""
+    """Returns the labels in `subscripts`, or raises."""
     text = subscripts.replace(" ", "")
     inputs, arrow, out = text.partition("->")
     operands = inputs.split(",")
@@ -50,7 +50,7 @@ def parse_labels(subscripts: str) -> Labels:
 
 
 def matmul_labels(lhs: MaybeQuantized, *weights: MaybeQuantized) -> Labels:
-    """Returns the labels of `lhs [..., k] @ rhs [k, n]`, or says which rank is wrong."""
+    """Returns the labels of `lhs [..., k] @ rhs [k, n]`, or raises."""
     if lhs.ndim < 1:
         raise value_error("lhs must be [..., k], got a local array without dimensions")
     for rhs in weights:
@@ -64,7 +64,7 @@ def matmul_labels(lhs: MaybeQuantized, *weights: MaybeQuantized) -> Labels:
 
 
 def check_ranks(labels: Labels, lhs: MaybeQuantized, rhs: MaybeQuantized) -> None:
-    """Raises unless each operand has a dimension for each of its labels."""
+    """Raises unless each operand has one dimension for each label."""
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         if x.ndim != len(letters):
             raise value_error(
@@ -80,9 +80,9 @@ def local_sizes(
     ring: Ring,
     gathered: tuple[str, str] | None = None,
 ) -> dict[str, int]:
-    """Returns each label's size on one device, that of the `gathered` (operand, label) when whole.
+    """Returns each label's size; the `gathered` (operand, label) is full.
 
-    Raises unless dtypes agree, ranks are those of the labels, and shared labels have one size.
+    Raises unless dtypes, ranks and shared sizes agree.
     """
     check_ranks(labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:

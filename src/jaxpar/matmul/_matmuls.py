@@ -1,4 +1,4 @@
-"""The public overlapped matmuls: names for a collective einsum."""
+"""The public overlapped matmuls, all special cases of `collective_einsum`."""
 
 from __future__ import annotations
 
@@ -31,56 +31,46 @@ def all_gather_matmul(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Weights:
-    """Computes `all_gather(lhs) @ rhs`, or `lhs @ all_gather(rhs)`, as the blocks arrive.
+    """Computes `all_gather(lhs) @ rhs` or `lhs @ all_gather(rhs)`, block by block as blocks arrive.
 
     Args:
       lhs: local `[..., k]`.
-      rhs: local `[k, n]`, or a tuple of such weights (their `n` may differ) that share one gather
-        of lhs.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      gather: the operand that is sharded over `axis`, `"lhs"` or `"rhs"`. A `Quantized` one travels
-        as it is, and has no derivative. With a `gather_dtype` of an `Axis`, such as bfloat16 for
-        float32 weights, it travels in this dtype, which the other operand must have. Its gradient
-        has its own dtype.
-      dim: the dimension of that operand along which it is sharded: by default the last but one, the
-        sequence of activations `[b, s, k]`; any other one, the contracting dimension too.
-      mode: of both passes; None: those of `axis`, `"auto"` for a name. `"naive"`
-        (`lax.all_gather`, then one matmul), `"stationary"` (the operand stays, the other one and
-        the result travel), `"unidirectional"` and `"bidirectional"` (a ring), `"multi-ring"`
-        (one for each of several axes, all at once: on a torus they share no link), `"chunked-2"`,
-        `"chunked-4"` and `"chunked-8"` (a collective for each chunk), or `"auto"`: what a cost
-        model of the static shapes, the ring's size, the chip and its compiler options predicts to
-        be fastest, for forward and backward apart; naive on CPU devices and unknown chips.
-        `Axis(axis, backward=...)` names that of the backward pass.
-      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
-        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
-      precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which the partial sums of the backward reduce-scatter travel. None:
-        that of `axis`, or that of the gradient. Or `"int8"`, `"float8_e4m3fn"` or a
-        `LowBit`: then what is gathered, forward and backward, travels in 8 bits with a scale for
-        each row, and is rounded once. The derivative is as if it were not. An operand that stays
-        (`"stationary"`) is not rounded.
+      rhs: local `[k, n]`, or a tuple of such weights, which share one gather of lhs.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      gather: the sharded operand, `"lhs"` or `"rhs"`, which may be a `Quantized`.
+      dim: the sharded dimension of that operand. The default is the second to last, such as the
+        sequence of `[b, s, k]`.
+      mode: the algorithm of both passes. None: the modes of the `Axis`, or `"auto"`.
 
-    Operands may vary over any axes; one that is replicated over an axis over which another varies
-    gets its gradient summed there.
+        - `"naive"`: `lax.all_gather`, then one matmul
+        - `"stationary"`: the other operand and the result travel, not the sharded operand
+        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: one collective for each chunk
+        - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
+        - `"multi-ring"`: several rings at once, which share no link on a torus
+        - `"auto"`: the mode that is predicted to be fastest, for each pass; naive on CPUs and
+          unknown chips
+
+      preferred_element_type: dtype of sums and result. None: 16-bit floats are summed in float32,
+        and the result has their dtype; int8 gives int32.
+      precision: as in `jax.lax.dot_general`.
+      wire_dtype: dtype in which the backward pass sends partial sums. None: that of the `Axis`, or
+        of the gradient. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8 bits
+        with scales, and the derivative ignores this. Stationary operands are not rounded.
 
     Returns:
-      The local product with the gathered dimension whole (all rows, say), varying over `axis`
-      and over all that lhs and rhs vary over; a tuple of products for a tuple of weights.
+      The local product with the full gathered dimension, varying over `axis` and all axes of the
+      operands. A tuple gives a tuple. If an operand is replicated over an axis over which the other
+      one varies, its gradient is summed there.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: a gathered operand that is typed as replicated over `axis`; wrong ranks or sizes,
-        an unknown mode or axis name, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: the sharded operand is typed as replicated over `axis`, ranks or sizes do not fit,
+        the mode or axis is unknown, or the call is outside shard_map.
 
-    Cost: a device sends (n-1)/n of the gathered operand, and computes the local product in one
-    piece, in as many as there are chunks, or around a ring in n. One way takes n-1 transfers,
-    towards higher logical indices; both ways takes n/2, with half the bytes on each link (on an
-    even ring whose matmuls cover it, half a block more on one and less on the other). The
-    derivative reduce-scatters once, overlapped alike. What was gathered (or travelled in its place)
-    is kept for it by `"naive"` and `"stationary"`, and on TPUs by `"auto"`; rings and chunks that
-    are named keep the operands as they came in, and gather once more. `Axis(axis,
-    keep_gathered=...)` says which.
+    Cost: each of n devices sends (n-1)/n of the full operand. A unidirectional ring takes n-1 hops,
+    to higher logical indices. A bidirectional ring takes n/2, with half the bytes on each link. If
+    n is even, one link may carry a block more than the other. The derivative overlaps one
+    reduce-scatter. It also gathers again, unless the operand was saved (`keep_gathered` of `Axis`).
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -118,37 +108,30 @@ def matmul_reduce_scatter(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Array:
-    """Computes `psum_scatter(lhs @ rhs)`, producing each block while the sums of others travel.
+    """Computes `psum_scatter(lhs @ rhs)`, and sends sums of blocks while it computes others.
 
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      dim: the dimension of the result that is scattered, in logical order; the last but one by
-        default.
-      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then
-        `lax.psum_scatter`), or another one, as in `all_gather_matmul`.
-      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
-        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      dim: the scattered dimension of the result, by default the second to last.
+      mode: as in `all_gather_matmul`; `"naive"` is one matmul, then `lax.psum_scatter`.
+      preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None: that of `axis`, or that of the
-        result, as `lax.psum_scatter` of a matmul sends it: 16 bits round once a hop, and float32
-        costs twice the bytes. Of 8 bits, as in `all_gather_matmul`, it is that of the cotangent,
-        which the derivative gathers; sums travel as with None.
+      wire_dtype: dtype in which partial sums travel; each hop of a ring rounds to it. None: that of
+        the `Axis`, or of the result. `"int8"` or `"float8_e4m3fn"`: sums travel in the result's
+        dtype, and the backward pass gathers the cotangent in 8 bits.
 
     Returns:
-      This device's block, along `dim`, of the sum over the ring of `lhs @ rhs`, varying over
-      `axis` and over all that lhs and rhs vary over.
+      This device's block of the sum, varying over `axis` and all axes of the operands.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: operands both typed as replicated over `axis`; a dimension that the ring does not
-        divide, wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: both operands are typed as replicated over `axis`, ranks or sizes do not fit, the
+        mode or axis is unknown, or the call is outside shard_map.
 
-    Cost: a device sends (n-1)/n of the whole result in the wire's dtype, and computes the local
-    product in one piece, in as many as there are chunks, or around a ring in n; one way sends
-    towards lower logical indices. The derivative gathers the cotangent once, overlapped alike, for
-    the gradients of both operands, and keeps the operands as they came in.
+    Cost: each of n devices sends (n-1)/n of the full result in the wire's dtype. A unidirectional
+    ring sends to lower logical indices. The derivative overlaps one gather of the cotangent.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -179,34 +162,31 @@ def matmul_all_reduce(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Array:
-    """Computes `psum(lhs @ rhs)`: an overlapped reduce-scatter, then an all-gather.
+    """Computes `psum(lhs @ rhs)` by an overlapped reduce-scatter and an all-gather.
 
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
       rhs: local `[k, n]`.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-      mode: None: that of `axis`, `"auto"` for a name. `"naive"` (one matmul, then `lax.psum`),
-        or another one, as in `all_gather_matmul`.
-      preferred_element_type: the dtype of partial sums and of the result. None: sums in float32 for
-        16-bit floats, the result in the dtype of the operands; int32 for both with int8 operands.
+      axis: a mesh axis, several in any order, or an `Axis`.
+      mode: as in `all_gather_matmul`; `"naive"` is one matmul, then `lax.psum`.
+      preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel. None, or 8 bits: that of `axis`, or that
-        of the result.
+      wire_dtype: dtype in which partial sums travel. None: that of the `Axis`, or of the result.
+        With `"int8"` or `"float8_e4m3fn"`, float sums travel in the result's dtype.
 
     Returns:
-      The sum over the ring of `lhs @ rhs`. Under `check_vma=True` it is typed as replicated over
-      `axis`, so that `out_specs=P()` holds. Sizes need not divide: a result without a
-      dimension that the ring divides is padded on the way.
+      The sum over the ring. Under `check_vma=True` it is typed as replicated over `axis`, so
+      `out_specs=P()` holds. Any sizes are allowed; transfers may be padded.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: operands both typed as replicated over `axis`; wrong ranks or sizes, an unknown
-        mode or axis name, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: both operands are typed as replicated over `axis`, ranks or sizes do not fit, the
+        mode or axis is unknown, or the call is outside shard_map.
 
-    Cost: a device sends 2 (n-1)/n of the result, the half that is summed in the wire's dtype and
-    overlapped, the half that is gathered (by `lax.all_gather` under `check_vma=True`, which alone
-    can be typed as replicated) not. The derivative sends nothing under `check_vma=True`; under
-    `check_vma=False`, as for `lax.psum`, it sums the cotangent over the ring, overlapped.
+    Cost: each of n devices sends 2 (n-1)/n of the result. Only the reduce-scatter, in the wire's
+    dtype, is overlapped. Under `check_vma=True` the gather is `lax.all_gather`, and the derivative
+    sends nothing. Under `check_vma=False` the derivative is an overlapped sum of the cotangent, as
+    for `lax.psum`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -238,43 +218,36 @@ def collective_einsum(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Weights:
-    """Computes an einsum of two operands of which one, or the result, is sharded over a ring.
+    """Computes an einsum over a ring that gathers one operand or scatters the result.
 
-    `all_gather_matmul` and `matmul_reduce_scatter` are names for this.
+    `all_gather_matmul` and `matmul_reduce_scatter` are special cases.
 
     Args:
-      subscripts: `"bmk,kn->bmn"`: one letter a dimension, each in two at least of lhs, rhs and the
-        result, none twice in one of them.
+      subscripts: such as `"bmk,kn->bmn"`. Each letter is once in two or three of lhs, rhs and
+        result.
       lhs: local operand.
-      rhs: local operand, or a tuple of operands of the same labels that share one gather of lhs.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+      rhs: local operand, or a tuple of such operands, which share one gather of lhs.
+      axis: a mesh axis, several in any order, or an `Axis`.
       gather: the label along which an operand is sharded. If both operands have it, the sharded one
-        is the one whose local size is 1/n of the other's.
-      scatter: the label along which the result is scattered, after a sum over the ring. Exactly one
-        of `gather` and `scatter` is given.
-      mode: None: that of `axis`, `"auto"` for a name; as in `all_gather_matmul`.
-      preferred_element_type: the dtype of partial sums and of the result, as in
-        `all_gather_matmul`.
+        has 1/n of the other's local size.
+      scatter: the label along which the sum over the ring is scattered. Give either `gather` or
+        `scatter`.
+      mode: as in `all_gather_matmul`.
+      preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: the dtype in which partial sums travel, forward or backward. None: that of `axis`,
-        or that of what they sum up to. Of 8 bits it is that of what is gathered, as in
-        `all_gather_matmul`.
+      wire_dtype: as in `all_gather_matmul` or `matmul_reduce_scatter`.
 
     Returns:
-      The local result: with the gathered label whole, or this device's block along the scattered
-      one; a tuple of results for a tuple of operands. It varies over `axis` and over all that
-      the operands vary over.
+      The local result, with the full gathered label or this device's block of the scattered one,
+      varying over `axis` and all axes of the operands. A tuple gives a tuple.
 
     Raises:
-      TypeError: operands of different dtypes, or an option of the wrong type.
-      ValueError: a gathered operand, or both that make a sum, typed as replicated over `axis`;
-        malformed subscripts, both or neither of `gather` and `scatter`, a label that is not there,
-        wrong ranks or sizes, an unknown mode or axis name, a call outside shard_map.
+      TypeError: dtypes differ, or an option has the wrong type.
+      ValueError: the sharded operand, or both operands of a sum, are typed as replicated over
+        `axis`, subscripts, labels, ranks or sizes do not fit, the mode or axis is unknown, or the
+        call is outside shard_map.
 
-    Cost: a device sends (n-1)/n of the gathered operand, or of the result before the scatter, and
-    computes the local einsum in as many pieces as `all_gather_matmul` and `matmul_reduce_scatter`
-    do. The derivative of a gather is a scatter, and a gather unless what was gathered is kept, as
-    in `all_gather_matmul`; that of a scatter is a gather.
+    Cost: as `all_gather_matmul` for a gather, and as `matmul_reduce_scatter` for a scatter.
 
     Example:
       >>> mesh = make_mesh("tp=8")

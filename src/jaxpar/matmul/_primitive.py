@@ -1,13 +1,9 @@
-"""The two ring einsums, each the other's derivative: gather an operand, or scatter the result.
+"""The two ring einsums: gather an operand, or scatter the result.
 
-Both take several products at once. A gather feeds one travelling operand to every product; a
-scatter sums all products into one travelling result. The derivative of a gather is one scatter (for
-the travelling operand, over all its products) and one gather (for all the others); the derivative
-of a scatter is one gather of the cotangent, which feeds the gradients of all operands. So one pair
-of custom_vjp functions is closed under differentiation, and residuals are the operands as they
-came in: shards. Or the blocks that a gather brought are kept, too: then its derivative is a
-scatter, beside whose transfers it uses them. Where both passes are naive the derivative is JAX's
-own, which keeps the gathered operand.
+Each is the other's derivative. Both take several products. A gather shares the travelling operand,
+and a scatter adds the products. A gather's derivative is a scatter and a gather. A scatter's
+derivative is one gather. Residuals are shards, unless a gather saves its blocks (`_kept`), or JAX
+derives two naive passes.
 """
 
 from __future__ import annotations
@@ -45,10 +41,10 @@ def gather_underived(
     left: Left | Quantized,
     rights: tuple[Num[Array, "..."], ...],
 ) -> tuple[Num[Array, "..."], ...]:
-    """Computes `product(all-gathered left, right)` for each product and its right operand.
+    """Computes `product(all-gathered left, right)` for each product and right operand.
 
-    `left` is this device's block along `method.label`; the right operands and the results have that
-    label whole where they have it. All operands vary over the same axes, the ring's among them.
+    `left` is this device's block along `method.label`. The other operands have the full label. All
+    operands vary over the same axes, including the ring's.
     """
     method, left = replace(method, way=method.underived), method.sent(left)
 
@@ -76,10 +72,7 @@ def gather_blocks(
     rights: tuple[Num[Array, "..."], ...],
     kept: list[Any] | None,
 ) -> tuple[tuple[Num[Array, "..."], ...], Scales | None]:
-    """Computes a gather of blocks along the ring's label, and adds all that come to `kept`.
-
-    Returns the results, and the scales of all blocks where they are quantized.
-    """
+    """Gathers along the ring's label, appends blocks to `kept`, and returns scales, too."""
     dim, scales = products[0].left.index(method.label), None
     whole = left.shape[dim] * method.way.ring.size  # left [m/n, k]: m
     if isinstance(left, Quantized):
@@ -96,7 +89,7 @@ def gather_blocks(
     def finish(results: list[Array]) -> list[Array]:
         return [r.astype(p.dtype) for r, p in zip(results, products, strict=True)]
 
-    adds = any(method.label not in p.out for p in products)  # contracted: nothing is placed
+    adds = any(method.label not in p.out for p in products)  # contracted: results are added
     take = partial(take_partners, method, products, rights, scales)
     use = Use(consume, take, sums if adds else None, finish)
     results = method.way.gather(left, use, dim=dim, kept=kept)
@@ -106,11 +99,7 @@ def gather_blocks(
 def _scatter(
     method: RingEinsum, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
 ) -> Out:
-    """Sums all products over all devices, and keeps this device's block of the sum.
-
-    Operands have `method.label` whole where they have it; the result is the block along it. All
-    operands vary over the same axes, the ring's among them.
-    """
+    """Sums all products over all devices, and returns this device's block."""
     return scatter_beside(replace(method, way=method.underived), None, products, pairs)[0]
 
 
@@ -120,14 +109,14 @@ def scatter_beside(
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> tuple[Out, Any]:
-    """As a scatter, beside whose transfers tasks of other work are taken; returns theirs, too."""
+    """Scatters, and runs tasks during the transfers; returns both results."""
 
     def across(chunks: int) -> tuple[Out, Any]:
         from jaxpar.matmul._across import scatter_across
         from jaxpar.ring.tasks import at_once
 
         sums = scatter_across(_scatter, method, chunks, products, pairs)
-        if sums is None:  # the same part of every block
+        if sums is None:  # a chunk is the same part of every block
             return scatter_blocks(method, tasks, products, pairs, method.way.ring.size)
         return sums, None if tasks is None else at_once(tasks(1), method.way.ring.index())
 
@@ -142,7 +131,7 @@ def scatter_blocks(
     pairs: tuple[tuple[Array, Array], ...],
     blocks: int = 1,
 ) -> tuple[Out, Any]:
-    """As `scatter_beside`, along the ring's label; each part is of so many blocks."""
+    """Scatters along the ring's label, in parts of so many blocks."""
 
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
@@ -153,7 +142,7 @@ def scatter_blocks(
             for p, (left, right) in zip(products, pairs, strict=True)
         ]
 
-    # One product of which nothing is added on this device is rounded as it travels.
+    # If this device adds nothing to its one product, the product has the wire's dtype at once.
     alone = len(products) == 1 and not method.way.relays
     dtype = method.way.ring.wire(products[0].dtype) if alone else None
 
@@ -162,7 +151,7 @@ def scatter_blocks(
             multiply_part(method, p, left, right, dtype, blocks=blocks)
             for p, (left, right) in zip(products, taken, strict=True)
         ]
-        return sum(parts[1:], start=parts[0])  # before they travel: one sum leaves
+        return sum(parts[1:], start=parts[0])  # added before the transfer: one sum leaves
 
     first, label = products[0], method.label  # all have the result's labels
     sizes = [sizes_of(p, *pair) for p, pair in zip(products, pairs, strict=True)]
@@ -187,13 +176,13 @@ def _gather_fwd(method: RingEinsum, products: Any, left: Left | Quantized, right
 def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: Any, cts: Any) -> Any:
     if method.left_to_jax:
         return residuals(cts)
-    left, rights = residuals  # shards: what was gathered is not kept
+    left, rights = residuals  # shards: the gathered array is not saved
     of_left, of_rights = gradients(method, products, left, rights, tuple(cts))
     return as_of(left, of_left), of_rights
 
 
 def as_of(left: Any, gradient: Any) -> Any:
-    """Returns the gradient of a left operand in its form: as if nothing had been rounded."""
+    """Returns a left operand's gradient in the operand's form."""
     if isinstance(left, Quantized) and gradient is not None:
         return replace(left, values=None, scales=None, exact=gradient)
     return gradient
@@ -202,10 +191,10 @@ def as_of(left: Any, gradient: Any) -> Any:
 def gradients(
     method: RingEinsum, products: tuple[Product, ...], left: Any, rights: Any, cts: Any
 ) -> Any:
-    """Returns the gradients of a gather's operands; the left one is gathered once more."""
+    """Returns a gather's gradients, and gathers the left operand again."""
     method = method.derivative()
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    of_rights = gather_einsum(method, for_rights, left, cts)  # by the one gather
+    of_rights = gather_einsum(method, for_rights, left, cts)  # one gather for all
     if isinstance(left, Quantized) and left.exact is None:
         return None, of_rights
     return scatter_einsum(method, for_left, tuple(zip(cts, rights, strict=True))), of_rights
@@ -221,7 +210,7 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
         return residuals(ct)
     pairs, method = residuals, method.derivative()
     gradients = gradients_of_scatter(products, [(left.dtype, right.dtype) for left, right in pairs])
-    partners = tuple(x for left, right in pairs for x in (right, left))  # of the cotangent
+    partners = tuple(x for left, right in pairs for x in (right, left))  # the cotangent's
     if method.low_bit:
         from jaxpar.axis.rounding import straight_through
 

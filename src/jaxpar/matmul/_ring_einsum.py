@@ -1,4 +1,4 @@
-"""How a ring einsum runs, in each of its passes."""
+"""The algorithms and options of a ring einsum."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from jaxpar.ring.ways import Way, forward_first
 
 @dataclass(frozen=True)
 class RingEinsum:
-    """How a ring einsum runs.
+    """The algorithms and options of a ring einsum.
 
     Attributes:
-      way: forward, where a derivative is taken.
-      backward: in the derivative.
-      underived: where none is taken: what a naive forward pass keeps is then of no use.
+      way: of a forward pass that is derived.
+      backward: of the derivative.
+      underived: of a forward pass that is not derived, and need not save anything.
     """
 
     way: Way
     backward: Way
     underived: Way
-    label: str  # the einsum label that is sharded over the ring
+    label: str  # the label that is sharded over the ring
     arithmetic: Arithmetic
-    # Runs again in the backward pass, within jax.checkpoint, where the result itself is dead code.
-    # XLA would drop it though residuals wait for it, but schedules transfers worse, and what is
-    # counted in the jaxpr would have it.
+    # Runs again in the backward pass, inside jax.checkpoint, where the result is not used. If
+    # residuals waited for it there, XLA would still remove it, but would schedule transfers worse.
+    # The jaxpr would count it as work, too.
     recomputed: bool = False
-    # Something that is gathered is quantized, which JAX's own derivative takes for constant.
+    # A gathered array is quantized. JAX's own derivative would treat it as a constant.
     low_bit: bool = False
-    # The dtype in which what is gathered travels, if it is not its own: in JAX's own derivative its
-    # gradient would be summed in that, too.
+    # The dtype in which the gathered operand travels, if it is not its own. JAX's own derivative
+    # would sum its gradient in that dtype, too.
     travels: Any = None
-    # What is gathered is kept, as it comes, for a derivative of our own.
+    # Arriving blocks are saved for a special derivative.
     keeps: bool = False
 
     @property
     def derived_by_jax(self) -> bool:
-        """Whether JAX's own derivatives are left as they are."""
+        """Returns whether JAX derives all passes."""
         return self.left_to_jax and self.underived.derived_by_jax
 
     @property
     def left_to_jax(self) -> bool:
-        """Whether the derivative is JAX's own, for which the gathered operand is kept."""
+        """Returns whether JAX derives it, and saves the gathered operand."""
         own = self.low_bit or self.travels is not None
         return self.way.derived_by_jax and self.way == self.backward and not own
 
     def sent(self, left: Any) -> Any:
-        """What is gathered, as it travels."""
+        """Returns the operand in the dtype in which it travels."""
         return left if self.travels is None else left.astype(self.travels)
 
     def forward(self) -> RingEinsum:
-        """How the einsum runs where a derivative is taken."""
+        """Returns how a forward pass runs that is derived."""
         return replace(self, underived=self.way)
 
     def derivative(self) -> RingEinsum:
-        """How the einsums of the derivative run."""
+        """Returns how the derivative's einsums run."""
         return replace(self, way=self.backward, underived=self.backward, keeps=False)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        """Returns both, the residuals not before the result, unless nobody waits for that."""
+        """Returns both; residuals wait for the result, unless it is recomputed."""
         if self.recomputed:
             return out, residuals
         return forward_first((self.way, self.backward), out, as_residuals(residuals))

@@ -1,4 +1,4 @@
-"""What a matmul over a ring does and sends, as the cost model sees it."""
+"""A matmul's work and transfers, for the cost model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +19,15 @@ def flow_of(
     *,
     quantized: bool = False,
 ) -> Flow:
-    """Returns what a device does for products, and what it sends.
-
-    Of a gather the left operand travels, which is the same in all products; of a scatter their sum.
+    """Returns a device's work and transfers for products with these full `sizes`.
 
     Args:
-      kind: which of them.
-      label: that is sharded over the ring.
-      size: of the ring.
-      products: one or more.
-      sizes: by label, of the whole, for each product.
       width: bytes of a number.
-      wire: bytes of one that travels.
-      quantized: whether they are, with scales.
+      wire: bytes of a number in transfer.
+      quantized: whether numbers travel with scales.
     """
     moving = products[0].left if kind == "gather" else products[0].out
-    block = prod(sizes[0][name] for name in moving) // size * wire  # bytes of one device's
+    block = prod(sizes[0][name] for name in moving) // size * wire  # bytes of one block
 
     def cut_along(along: str) -> Flow:
         whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned = (0,) * 9
@@ -43,9 +36,9 @@ def flow_of(
                 labels = getattr(product, role)
                 numbers = prod(numbers_of[name] for name in labels)
                 travels = kind == "gather" and role == "left"
-                stays = role != "out" and not travels  # read at home
+                stays = role != "out" and not travels  # read on this device
                 if along in labels:
-                    shared += numbers * width  # each piece its own part
+                    shared += numbers * width  # each piece uses its own part
                     cut += numbers * width if stays else 0
                     last = not travels and labels.endswith(along)
                     minor += numbers * width if last and along == label else 0
@@ -64,5 +57,5 @@ def flow_of(
         read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned)
         return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])
 
-    others = "" if quantized else moving.replace(label, "")  # scales are cut along the ring's
+    others = "" if quantized else moving.replace(label, "")  # scales are cut along the ring's label
     return replace(cut_along(label), across=tuple(map(cut_along, others)))

@@ -1,4 +1,4 @@
-"""Meshes by axis name, the logical order of a ring on a mesh, and its physical hops."""
+"""Meshes by axis names, and their rings."""
 
 from typing import TYPE_CHECKING
 

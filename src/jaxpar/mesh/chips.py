@@ -1,4 +1,4 @@
-"""What is known of each chip, in one table, and which chip a program is being traced for."""
+"""A table of chips, and the chip for which a program is traced."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -9,7 +9,7 @@ import jax
 
 @dataclass(frozen=True)
 class Chip:
-    """Figures of one chip, or of one device of it. They are published, but for a target's links.
+    """Figures of one chip, or of one device of it: published, except a target's links.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -21,20 +21,20 @@ class Chip:
     flops: float  # bf16, per second
     hbm: float  # bytes per second
     capacity: float  # bytes of HBM
-    link: float  # bytes per second over one link, one way
+    link: float  # bytes per second over one link, in one direction
     torus: bool  # neighbours have links of their own in both directions
-    clock: float | None = None  # cycles per second, of what a compiler counts in cycles
+    clock: float | None = None  # cycles per second of the compiler's cycle counts
     dimensions: int = 0  # of the torus
-    cores: int = 1  # of which a device may have only some
-    # Devices that one switch joins, each at `link`; None: a torus, however large.
+    cores: int = 1  # a device may have only some of them
+    # Devices at one switch, each with speed `link`. None: a torus of any size.
     switched: int | None = None
-    network: float = 0.0  # bytes per second of one device beyond its switch, one way
+    network: float = 0.0  # bytes per second of one device beyond its switch, in one direction
     latency: float = 1e-6  # seconds a hop
-    start: float = 0.0  # seconds until a transfer is under way
-    vmem: float = 0.0  # bytes that a core keeps on the chip, of a TPU
-    host: float = 1.6e10  # bytes per second to the memory of its host, and as many back
-    # Of a ring that closes over the wrap-around links of a dimension of so many devices, the
-    # compiler makes all permutes synchronous (seen on v5e:8x16 and 16x16): it then only loses.
+    start: float = 0.0  # seconds to start a transfer
+    vmem: float = 0.0  # bytes of a TPU core's VMEM
+    host: float = 1.6e10  # bytes per second to the host's memory, and as many back
+    # A ring that uses the wrap-around links of a dimension of so many devices only loses: the
+    # compiler makes its permutes synchronous, as on v5e:8x16 and 16x16.
     synchronous_around: int | None = None
 
 
@@ -43,17 +43,17 @@ def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
 
 
 def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
-    # 400 Gbit/s to each device of a host of eight, and PCIe of the fifth generation.
+    # By default: hosts of eight devices with 400 Gbit/s each, and fifth-generation PCIe.
     more = {"switched": 8, "network": 5e10, "host": 6.4e10, **more}
     return Chip(kind, flops, hbm, capacity, link, torus=False, **more)
 
 
 _GIB, _MIB = 2.0**30, 2.0**20
 
-# Sources: the vendors' product pages, the public book "How to scale your model", and for VMEM the
-# "TPU hardware reference" of JAX. FLOP/s of GPUs are without sparsity. A TPU's clock is the one at
-# which the compiler's cycles at full use of the matrix units give the published peak. The order
-# matters where one kind begins another.
+# Sources: the vendors' product pages, the public book "How to scale your model", and for VMEM JAX's
+# "TPU hardware reference". GPU FLOP/s are without sparsity. A TPU's clock is such that matrix units
+# at full use reach the published peak in the compiler's cycles. If one kind is the beginning of
+# another, the longer one comes first.
 CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
          cores=2, vmem=16 * _MIB),
@@ -83,23 +83,23 @@ CHIPS = (
     _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10, host=1.6e10),
 )  # fmt: skip
 
-# As they fit half of the public measurements of `benchmarks/accuracy`. Of TPUs: bytes per second of
-# a link one way, seconds a hop, seconds until a transfer is under way, and how many times those a
-# permute takes, whose done is an instruction of its own; the share of HBM's speed; and of its links
-# the share that a sum over several dimensions, one after the other, uses.
+# TPU figures, fitted to half of the public measurements of `benchmarks/accuracy`. `_LINKS`: bytes
+# per second of a link in one direction. `HOP`: seconds a hop. `START`: seconds to start a transfer.
+# `PERMUTE_STARTS`: starts that a permute takes, whose end is a separate instruction. `REACHED`: the
+# share of HBM's speed. `ADDED`: the share of links in a sum over one dimension after the other.
 _LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
 HOP, START, PERMUTE_STARTS, REACHED, ADDED = 0.8e-6, 3e-6, 1.5, 0.82, 0.8
 
-# Of a chip of which nothing is published: nothing takes any time.
+# An unknown chip: nothing takes any time.
 NO_FIGURES = _gpu("", flops=inf, hbm=inf, capacity=inf, link=inf, network=inf, latency=0.0)
 
 
 def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
-    """Returns the figures of one device, None if its chip is not in the table.
+    """Returns the figures of one device, or None for an unknown chip.
 
-    Some TPU chips have two cores, which make one device on some and two devices on others.
+    A TPU chip with two cores may be one device or two.
     """
-    whole = " MIG " not in kind  # no figures are published of a part of a GPU
+    whole = " MIG " not in kind  # no published figures for a part of a GPU
     chip = next((chip for chip in CHIPS if whole and kind.startswith(chip.kind)), None)
     if chip is None or num_cores is None or num_cores >= chip.cores:
         return chip
@@ -114,15 +114,14 @@ def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
 
 
 def with_measured_links(chip: Chip) -> Chip:
-    """Returns the figures with a TPU's links as they were measured; of v4 nothing was."""
     link = _LINKS.get(chip.kind)
     return chip if link is None else replace(chip, link=link, latency=HOP, start=START)
 
 
 def traced_chip() -> Chip | None:
-    """Returns the chip that the enclosing shard_map is traced for, None if it is not in the table.
+    """Returns the chip that the enclosing shard_map is traced for, or None for an unknown chip.
 
-    The mesh knows it, also for a described device that is not there; the default backend does not.
+    The mesh knows it, even for a described device. The default backend does not.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     chip = None if device is None else chip_of(device.device_kind, device.num_cores)
@@ -130,15 +129,14 @@ def traced_chip() -> Chip | None:
 
 
 def traced_for_cpu() -> bool:
-    """Tells whether the program is traced for CPU devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.device_kind.lower().startswith("cpu")
 
 
 def traced_for_cpu_cluster() -> bool:
-    """Tells whether the program is traced for CPU devices of several processes.
+    """Returns whether the program is traced for CPUs of several processes.
 
-    Their transfers go over a network and can hide behind matmuls. Within one process they are
-    copies by the cores that the matmuls need.
+    Their transfers use a network, and can overlap with matmuls. Inside one process, they use the
+    cores.
     """
     return traced_for_cpu() and jax.process_count() > 1

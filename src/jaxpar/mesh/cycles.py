@@ -1,16 +1,9 @@
-"""Walks through all devices of a torus or a cube that share no link: each can be a ring's.
+"""Walks through all devices of a torus or a cube that share no link: one for each ring.
 
-A torus of two closed dimensions has four links a device, of which one ring uses two. It splits into
-two cycles that each go through all devices and together use every link once. Where one side divides
-the other the cycles are "along one dimension all but one step, then one step along the other", and
-the same with dimensions exchanged; places on them are computed, as looking one up in an array costs
-a TPU a microsecond each time. Other tori split, too: their cycles are found by exchanging links of
-rows for links of columns, and their places are looked up, in numbers that hold several.
-
-A cube of two devices a side has three links a device, and no such cycles. There each hop is over
-one dimension for all devices, and the walks differ in which one it is.
-
-Nothing here needs JAX but to compute with traced numbers.
+A torus of two closed dimensions splits into two cycles, which use every link once. If one side
+divides the other, places on a cycle are computed: a lookup costs a TPU a microsecond. Other tori
+need a search and a lookup. A cube of two devices a side has no such cycles. There each hop is over
+one dimension, which differs between walks.
 """
 
 from __future__ import annotations
@@ -30,21 +23,21 @@ from jaxpar.mesh.walk import Place, Walk, moved_on
 
 
 class Cycle(Walk):
-    """A closed walk through all devices of a torus; steps are counted from device 0."""
+    """A closed walk through all devices of a torus; steps count from device 0."""
 
     size: int
 
     def device(self, step: Place) -> Place:
-        """The logical index of the device at a step, 0 <= step < size."""
+        """Returns the device at a step, 0 <= step < size."""
         raise NotImplementedError
 
     def step(self, device: Place) -> Place:
-        """The inverse of `device`."""
+        """Returns a device's step."""
         raise NotImplementedError
 
     @cached_property
     def devices(self) -> list[int]:
-        """The devices in the order of the walk."""
+        """Returns the devices in the order of the walk."""
         return [int(self.device(step)) for step in range(self.size)]
 
     def behind(self, device: Place, distance: Any) -> Place:
@@ -56,14 +49,13 @@ class Cycle(Walk):
 
 @dataclass(frozen=True)
 class AlongOne(Walk):
-    """Round one dimension of a torus: a device comes past those alone that differ in its place."""
+    """A walk along one dimension of a torus, through devices that differ only in that dimension."""
 
     sides: tuple[int, ...]
     dimension: int
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many devices there are."""
         return prod(self.sides)
 
     @property
@@ -71,7 +63,6 @@ class AlongOne(Walk):
         return self.sides[self.dimension]
 
     def place(self, device: Place) -> Place:
-        """Where a device is along the dimension."""
         return device // self._apart % self.around
 
     def behind(self, device: Place, distance: Any) -> Place:
@@ -83,27 +74,25 @@ class AlongOne(Walk):
 
     @property
     def _apart(self) -> int:
-        """The difference of the indices of neighbours."""
+        """Returns the difference between neighbours' indices."""
         return prod(self.sides[self.dimension + 1 :])
 
 
 @dataclass(frozen=True)
 class AcrossCube(Walk):
-    """Exchanges between neighbours of a cube of two devices a side, all over one dimension a hop.
+    """Exchanges between neighbours of a cube with two devices a side; a hop is over one dimension.
 
-    Each hop sends on what the one before brought. Its dimension is that of the bit that changes as
-    the Gray code counts, a b a c a b a c; walks that begin with another one are never at the same
-    one, so that each has a third of all links in every hop, both ways.
+    A hop's dimension is the bit that changes in the Gray code: a b a c a b a c. Walks begin with
+    different dimensions, and never share one.
     """
 
     exchanges: ClassVar[bool] = True
     dimensions: int
     first: int
-    corners: tuple[int, ...] | None = None  # those of the devices; None: their indices
+    corners: tuple[int, ...] | None = None  # the devices' corners; None: their indices
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many devices there are."""
         return 2**self.dimensions
 
     def behind(self, device: Place, distance: int) -> Place:
@@ -113,14 +102,14 @@ class AcrossCube(Walk):
         return self._across(device, self._apart(hops) ^ self._apart(hops + 1))
 
     def _across(self, device: Place, bits: int) -> Place:
-        """The device at the corner that differs in these bits."""
+        """Returns the device at the corner that differs in these bits."""
         if self.corners is None:
             return device ^ bits
         there = _looked_up(np.array(self.corners), device) ^ bits
         return _looked_up(np.argsort(self.corners), there)
 
     def _apart(self, hops: int) -> int:
-        """The bits of the index in which two devices differ that so many hops are between."""
+        """Returns the bits in which devices differ that are so many hops apart."""
         count = hops % self.size
         bits = [bit for bit in range(self.dimensions) if (count ^ count >> 1) >> bit & 1]
         return sum(1 << (bit + self.first) % self.dimensions for bit in bits)
@@ -128,8 +117,6 @@ class AcrossCube(Walk):
 
 @dataclass(frozen=True)
 class Straight(Cycle):
-    """The walk in the order of the logical index."""
-
     size: int
 
     def device(self, step: Place) -> Place:
@@ -141,9 +128,9 @@ class Straight(Cycle):
 
 @dataclass(frozen=True)
 class _OfRectangle(Cycle):
-    """On a torus of `long` x `short`, of which `short` divides `long`.
+    """A cycle on a torus of `long` x `short`, where `short` divides `long`.
 
-    Exchanged, the device counts the long dimension fastest.
+    If `exchanged`, device indices count the long dimension fastest.
     """
 
     long: int
@@ -152,12 +139,11 @@ class _OfRectangle(Cycle):
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many devices there are."""
         return self.long * self.short
 
 
 class AlongShort(_OfRectangle):
-    """Short - 1 steps along the short dimension, one along the long one, and so on."""
+    """Repeats short - 1 steps along the short dimension, and one along the long one."""
 
     def device(self, step: Place) -> Place:
         row = step // self.short
@@ -169,20 +155,20 @@ class AlongShort(_OfRectangle):
 
 
 class AlongLong(_OfRectangle):
-    """What `AlongShort` leaves: short - 1 steps along the long dimension, one along the short.
+    """Repeats short - 1 steps along the long dimension, and one along the short one.
 
-    long / short and short - 1 have no common factor: else it would be several cycles.
+    It takes the links that `AlongShort` leaves. long / short and short - 1 must be coprime.
     """
 
     def device(self, step: Place) -> Place:
-        leg = step // self.short  # of `short` devices of one column
+        leg = step // self.short  # a leg is `short` devices of one column
         row, column = (step - leg) % self.long, leg % self.short
         return _index(row, column, self.long, self.short, self.exchanged)
 
     def step(self, device: Place) -> Place:
         row, column = _coordinates(device, self.long, self.short, self.exchanged)
         within = (row + column) % self.short
-        # Leg column + short * turn begins at the row leg * (short - 1), and that is known, too.
+        # A leg begins at the row leg * (short - 1). Solve this for leg = column + short * turn.
         times = self.long // self.short
         begins = (row - within) % self.long
         inverse = pow(self.short - 1, -1, times) if times > 1 else 0
@@ -192,13 +178,10 @@ class AlongLong(_OfRectangle):
 
 @dataclass(frozen=True)
 class Listed(Cycle):
-    """A walk whose places are looked up."""
-
     walk: tuple[int, ...]
 
     @property
     def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How many devices there are."""
         return len(self.walk)
 
     def device(self, step: Place) -> Place:
@@ -208,7 +191,7 @@ class Listed(Cycle):
         return _looked_up(np.argsort(self.walk), device)
 
 
-_MOST_WORDS = 64  # of a table that is looked up by choosing among them
+_MOST_WORDS = 64  # a larger table is indexed, not searched
 
 
 def _looked_up(table: Int[np.ndarray, " size"], place: Place) -> Place:
@@ -227,7 +210,7 @@ def _looked_up(table: Int[np.ndarray, " size"], place: Place) -> Place:
 
 
 def _chosen(words: list[int], first: int, number: Place) -> Place:
-    """The word of a number; the first of these has the number `first`."""
+    """Returns the word with a number; the first one has `first`."""
     if len(words) == 1:
         return jnp.int32(words[0])
     half = len(words) // 2
@@ -240,7 +223,6 @@ def _index(row: Place, column: Place, long: int, short: int, exchanged: bool) ->
 
 
 def _coordinates(device: Place, long: int, short: int, exchanged: bool) -> tuple[Place, Place]:
-    """The place along the long dimension, and along the short one."""
     if exchanged:
         return device % long, device // long
     return device // short, device % short
@@ -248,10 +230,9 @@ def _coordinates(device: Place, long: int, short: int, exchanged: bool) -> tuple
 
 @cache
 def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
-    """As many walks through all devices as there are dimensions, which share no link.
+    """Returns one walk through all devices for each dimension; walks share no link.
 
-    Args:
-      sizes: of the dimensions: each of 3 or more and closed, or each of 2.
+    All sizes are 2, or all dimensions are closed and of 3 or more.
     """
     if set(sizes) == {2}:
         return tuple(AcrossCube(len(sizes), first) for first in range(len(sizes)))
@@ -259,16 +240,12 @@ def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
 
 
 def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
-    """As many cycles of a torus, whose dimensions close, as it has dimensions; they share no link.
+    """Returns one cycle of a torus for each closed dimension; cycles share no link.
 
-    Args:
-      sizes: of its dimensions, each of 3 or more: two of 2 have no second link.
+    Sizes are 3 or more: two devices have only one link.
 
-    Raises:
-      ValueError: a size below 3.
-
-    Source: that every product of cycles splits so is a theorem of Kotzig (1973) for two of them,
-    and of Aubert and Schneider (1982) for more.
+    Source: theorems of Kotzig (1973) for two dimensions, and of Aubert and Schneider (1982) for
+    more.
     """
     if any(size < 3 for size in sizes):
         raise ValueError(f"disjoint_cycles: sizes {sizes} must be 3 or more each")
@@ -286,11 +263,9 @@ def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
 def walks_of_places(
     places: Int[np.ndarray, "size dims"], around: Int[np.ndarray, " dims"]
 ) -> tuple[Walk, ...]:
-    """Walks of devices at these places of a torus, if they are one themselves, or a cube.
+    """Returns the walks of devices that are a torus or a cube; otherwise none.
 
-    Args:
-      places: of the devices, by their logical index.
-      around: the length of each dimension, 0 where it has no link from its end to its beginning.
+    `around` is each dimension's length, or 0 if it is open.
     """
     places = np.stack(
         [_from_zero(along, n) for along, n in zip(places.T, around.tolist(), strict=True)], axis=1
@@ -305,7 +280,8 @@ def walks_of_places(
         index = np.argsort(cells)
         cycles = disjoint_cycles(tuple(map(int, sides)))
         return tuple(Listed(tuple(map(int, index[cycle.devices]))) for cycle in cycles)
-    # A closed dimension of four is two of a cube: neighbours differ in one bit of the Gray code.
+    # A closed dimension of 4 is two dimensions of a cube: the Gray codes of neighbours differ in
+    # one bit.
     if not ((sides == 2) | (sides == 4) & closed).all():
         return ()
     corners, bits = np.zeros(len(places), int), 0
@@ -318,7 +294,7 @@ def walks_of_places(
 
 
 def _from_zero(along: Int[np.ndarray, " size"], around: int) -> Int[np.ndarray, " size"]:
-    """Places along a dimension from 0 on, in the shortest stretch of it that has all."""
+    """Returns places from the beginning of the shortest stretch that has all."""
     if not around:
         return along - along.min()
     turned = [(along + by) % around for by in range(around)]

@@ -1,4 +1,4 @@
-"""Meshes by axis name, the logical order of a ring on a mesh, and its physical hops."""
+"""Meshes by axis names, the logical order of a ring, and its physical hops."""
 
 from __future__ import annotations
 
@@ -30,37 +30,34 @@ def make_mesh(
     devices: Sequence[Any] | None = None,
     axis_types: AxisType | Mapping[str, AxisType] = AxisType.Auto,
 ) -> Mesh:
-    """Makes a mesh from axis names and sizes, in a good physical order of the devices.
+    """Returns a mesh with these axes, in a fast physical order of the devices.
 
-    On TPU, if the devices are a box of chips:
-
-    - All rings of all axes are of one link (`ring_hops` of at most 1) where, with one device a chip
-      and up to four axes longer than 1, any order of the devices makes them so. With two devices
-      a chip, where whole dimensions can be dealt out to the axes, the chip being one more.
-    - Otherwise axes come first from the last to the first, so put the one with the most
-      traffic last: first those that can have rings of one link get them, then longest steps are
-      kept short. The order is the best of those that nest one tile for each axis.
-    - The devices of a chip are neighbours on the last axis that can use it.
-    - Several slices of one extent go to the first axes, as far as their sizes divide, and are
-      all laid out alike.
-
-    Other TPU devices keep the order in which they are given; devices of other platforms get that
-    of `jax.experimental.mesh_utils`.
+    The last axis gets the nearest devices, so put the axis with the most traffic last.
 
     Args:
-      axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1: it takes
-        what the others leave.
-      devices: the devices to use, all of them; `jax.devices()` if None.
-      axis_types: one `jax.sharding.AxisType` for all axes, or one by axis name (Auto where a name
-        is missing).
+      axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1, for all
+        other devices.
+      devices: all devices of the mesh. None: `jax.devices()`.
+      axis_types: a `jax.sharding.AxisType`, or one by axis name. Missing names are Auto.
 
     Returns:
-      A `jax.sharding.Mesh`. `ring_hops` shows how near neighbours on an axis are.
+      A `jax.sharding.Mesh`. `ring_hops` shows the distances of neighbours.
 
     Raises:
-      TypeError: axes that are neither text nor a mapping of names to whole numbers.
-      ValueError: no devices, a malformed axis, a repeated name, a size that is not positive, more
-        than one -1, or sizes whose product is not the number of devices.
+      TypeError: axes are neither text nor a mapping of names to integers.
+      ValueError: there are no devices, an axis is malformed or repeated, a size is not positive,
+        several sizes are -1, or the product of sizes is not the number of devices.
+
+    The order on TPUs, if the devices are a box of chips:
+
+    - All neighbours are one link apart if any order allows this, with one device a chip and up to
+      four axes longer than 1. With two devices a chip, the chip counts as a dimension, and each
+      axis must get full dimensions.
+    - Otherwise, later axes get rings of one link, and then shorter steps, before earlier axes.
+    - A chip's devices are neighbours on the last axis that can use them.
+    - Several slices of one extent are divided over the first axes, with equal layouts.
+
+    Other TPU devices keep their order. Other platforms use `jax.experimental.mesh_utils`.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=-1")  # 8 devices
@@ -81,7 +78,9 @@ def make_mesh(
     shape = tuple(sizes.values())
     grid = slice_grid(devices, shape)
     if grid is None and all(on_torus(device) for device in devices):
-        grid = np.array([*devices, None])[:-1].reshape(shape)  # None: devices are no sequences
+        grid = np.array([*devices, None])[:-1].reshape(
+            shape
+        )  # None: NumPy must not iterate devices
     elif grid is None:
         grid = mesh_utils.create_device_mesh(shape, devices)
     mesh = Mesh(grid, tuple(sizes), axis_types=types)
@@ -92,9 +91,9 @@ def make_mesh(
 
 
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
-    """Why an axis is no closed ring of links; None where it is: no step is over more than one.
+    """Returns why an axis is not a closed ring with steps of one link; None if it is.
 
-    Two devices at the ends of one link are one here: three such axes are a cube.
+    An axis of two devices counts as closed: three such axes are a cube.
     """
     if not _stays_within_a_slice(mesh, name):
         return f"{name} joins slices"
@@ -105,7 +104,7 @@ def why_not_closed(mesh: Mesh, name: str) -> str | None:
 
 
 def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
-    """The walks of an axis by itself that share no link, of which each hop is over one link."""
+    """Returns the walks of a single axis that share no link, with hops of one link."""
     rings = _rings(mesh, (name,))
     if rings.shape[1] < 8 or not _stays_within_a_slice(mesh, name):
         return ()
@@ -114,7 +113,7 @@ def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
     around = np.where(closed_dims(rings[0, 0].device_kind, extent), extent, 0)
     walks = walks_of_places(coords[0], around)
     places = range(rings.shape[1])
-    for walk in walks:  # other rings may lie otherwise
+    for walk in walks:  # check all rings of the axis, not only the first
         for hops in range(1) if isinstance(walk, Cycle) else places:  # a cycle has one next device
             there = [walk.next(place, 1, hops) for place in places]
             apart = np.abs(coords - coords[:, there])
@@ -130,10 +129,9 @@ def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
 
 
 def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
-    """How many messages share the busiest link, where all rings over axes send both ways at once.
+    """Returns the number of messages on the busiest link if all rings send in both directions.
 
-    A hop over several links takes one dimension after the other, each the shorter way. Two devices
-    of a chip share its links. Those of an axis of two exchange one message each.
+    A hop takes one dimension after the other, in the shorter direction.
     """
     rings = _rings(mesh, names)
     size = rings.shape[1]
@@ -144,9 +142,9 @@ def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
     walks: tuple[Walk, ...] = ()
     if how == "collective":
         lengths = np.array([len(set(dim.tolist())) for dim in places[0].T])
-        if (lengths > 1).sum() != 1:  # over several dimensions XLA finds links for each
+        if (lengths > 1).sum() != 1:  # over several dimensions, XLA finds links for all
             return _on_the_same_chips(places)
-        closed &= lengths == extent  # what is no closed ring comes back over the same links
+        closed &= lengths == extent  # an open ring returns over the same links
     elif how == "rings":
         sizes = {name: mesh.shape[name] for name in names if mesh.shape[name] > 1}
         walks = _walks(mesh, *sizes) if len(sizes) == 1 else walks_over(sizes)
@@ -157,7 +155,7 @@ def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
         return (place + way) % size if walk is None else walk.next(place, way, hop)
 
     def targets(hop: int) -> list[list[int]]:
-        """To which place each device sends, of all rings over the same devices."""
+        """Returns the place to which each device sends, for all rings over the same devices."""
         of_all = product(directions, walks or (None,))
         return [[target(place, way, walk, hop) for place in range(size)] for way, walk in of_all]
 
@@ -168,7 +166,6 @@ def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
 
 
 def _on_the_same_chips(places: Int[np.ndarray, "rings size dims"]) -> int:
-    """How many rings are over devices of the same chips."""
     chips = Counter(frozenset(map(tuple, ring)) for ring in places.tolist())
     return max(chips.values())
 
@@ -179,7 +176,7 @@ def _busiest(
     extent: Int[np.ndarray, " dims"],
     closed: Bool[np.ndarray, " dims"],
 ) -> int:
-    """How many messages share the busiest link, of those that all places send at once."""
+    """Returns the number of messages on the busiest link if all places send at once."""
     at, used = np.broadcast_to(start, to.shape).copy(), [np.empty((0, len(extent) + 1), int)]
     for dim in range(1, len(extent)):  # between slices there are no links
         apart = to[..., dim] - at[..., dim]
@@ -188,7 +185,7 @@ def _busiest(
             apart = (apart + half) % extent[dim] - half
         while apart.any():
             moves, step = apart != 0, np.sign(apart)
-            link = dim * step[moves]  # from a place along a dimension, one way or the other
+            link = dim * step[moves]  # the dimension, with the direction as its sign
             used.append(np.column_stack([at[moves], link]))
             at[..., dim] = (at[..., dim] + step) % extent[dim]
             apart = apart - step
@@ -197,7 +194,7 @@ def _busiest(
 
 
 def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size"]:
-    """The devices of each ring, in logical order; rings are in mesh order."""
+    """Returns each ring's devices in logical order."""
     order = ring_positions(mesh, names)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
@@ -206,22 +203,21 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size
 
 @public
 def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " size"]:
-    """Returns the device order of the ring over `axis`: logical index to mesh position.
+    """Returns the mesh position of each logical index on the ring over `axis`.
 
-    The logical index of a device on a tuple of axes counts in the order of the *tuple*, as in
-    `lax.axis_index`; collectives that take index pairs count in the order of the *mesh*. Everything
-    in jaxpar that permutes goes through this function.
+    Logical indices count in the order of the *tuple*, as in `lax.axis_index`. Collectives with
+    index pairs count in the order of the *mesh*.
 
     Args:
       mesh: a concrete or an abstract mesh.
-      axis: one mesh axis, or a tuple or list of distinct ones in any order.
+      axis: a mesh axis, or several in any order.
 
     Returns:
-      `order[p]`: the position, counted over the ring's axes in mesh order, of the device whose
-      logical index is `p`.
+      `order[p]`: the position of the device with logical index `p`, counted over the ring's axes in
+      mesh order.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one that is named twice.
+      ValueError: an axis is missing or repeated.
 
     Example:
       >>> ring_order(make_mesh("dp=2,tp=2", devices=jax.devices()[:4]), ("tp", "dp"))
@@ -232,24 +228,22 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
 
 @public
 def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
-    """Returns the device orders of the rings that `mode="multi-ring"` goes round.
+    """Returns the device orders of the rings of `mode="multi-ring"`.
 
-    There are as many as axes of more than one device. Each goes through all devices; if each axis
-    is a closed ring of links (`ring_hops` of 1), each step is over one link, and together the rings
-    use every link of that torus once.
+    Each axis of more than one device gives one ring, which goes through all devices. If each axis
+    is a closed ring of links, each step is one link, and the rings use every link of that torus
+    once.
 
     Args:
       mesh: a concrete or an abstract mesh.
-      axis: a tuple or list of distinct mesh axes, each of 3 devices or more; axes of one device do
-        not count. A single axis is a ring already.
+      axis: a mesh axis, or several of 3 devices or more. Axes of one device are ignored.
 
     Returns:
       `rings[r, s]`: the position, counted over the axes in mesh order, of the device at step `s` of
-      ring `r`; after the last step comes the first one.
+      ring `r`. The last step leads to the first device.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one that is named twice; of several axes, one of 2
-        devices, which have one link between them, or all: a cube has other walks than rings.
+      ValueError: an axis is missing or repeated, or one of several axes has 2 devices.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -276,28 +270,26 @@ def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.nda
 
 @public
 def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
-    """Counts the physical links between each device of a ring and the next one.
+    """Returns the number of physical links from each device of a ring to the next.
 
-    A ring is fast when every entry is 1: each transfer then has a link to itself. The ring over
-    several axes is in logical order, and jumps where its last axis begins anew. Its hops say
-    nothing of `edge_disjoint_rings`: their steps are over one link where each axis by itself has 3
-    devices or more and hops of at most 1.
+    A ring is fast if all are 1: each transfer has its own link. A ring over several axes jumps
+    where its last axis begins again. `edge_disjoint_rings` do not, if each axis by itself has hops
+    of at most 1.
 
     Args:
       mesh: a mesh of real or described devices.
-      axis: one mesh axis, or a tuple or list of distinct ones in any order.
+      axis: a mesh axis, or several in any order.
 
     Returns:
-      `hops[r, p]`: the links from logical index `p` to `p + 1` (the last one back to 0) on ring
-      `r`; there is one ring for each position on the other axes, in mesh order. On TPU, the
-      distance on the torus, and 0 between two devices of one chip. On v5e and v6e a dimension of
-      16 wraps around. On v4, v5p and tpu7x all dimensions do if each is a multiple of 4, else
-      none. The extent of a slice is that of its devices in the mesh. Devices of other platforms
-      count as behind one switch: 1.
+      `hops[r, p]`: the links from logical index `p` to `p + 1`, or from the last one to 0, on ring
+      `r`. Rings are in mesh order of the other axes. On TPUs, this is the distance on the torus of
+      the mesh's devices, and 0 inside a chip. Dimensions of 16 wrap around on v5e and v6e. On v4,
+      v5p and tpu7x all dimensions do if each is a multiple of 4, otherwise none. On other platforms
+      it is 1.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or one that is named twice; an axis that joins TPU
-        slices, between which there are no links.
+      ValueError: an axis is missing or repeated, or joins TPU slices, which have no links between
+        them.
 
     Example:
       >>> ring_hops(make_mesh("tp=8"), "tp").max()  # CPU devices

@@ -1,16 +1,13 @@
-"""Rings of short links on slices of TPUs: which devices make one, and in which order.
+"""The order of a mesh's devices on a TPU slice, so that rings have short links.
 
-Every axis of the mesh gets a tile of the box: a factor of each of its dimensions. Tiles nest: the
-innermost axis takes neighbours, and the next one steps over the tiles of those inside it. A ring is
-a closed walk through the tile.
+Each axis gets a tile of the box: a factor of each dimension. Tiles nest: the innermost axis takes
+neighbours, and the next axis steps over its tiles. A ring is a closed walk through a tile.
 
-Which meshes have rings of one link? Split each closed dimension of 4 into two of 2: a ring of four
-is the square of a pair. Now, with one device a chip, all axes have such rings exactly if whole
-dimensions can be dealt out so that each axis gets its size, and its dimensions close (`_closes`).
-That suffices, by the walks below. It is also necessary: a step on one axis and a step on another
-span a square of the mesh, and the only squares left in the box have opposite sides along the same
-dimension. So a step keeps its dimension along all the other axes, and no two axes share one. With
-more devices a chip, which count as one more dimension, it suffices.
+A condition for rings of one link: split each closed dimension of 4 into two of 2. Each axis gets
+full dimensions, so that its tile `_closes`. `_walk` shows that this suffices. With one device a
+chip, it is necessary, too: steps on two axes span a square of the mesh, and opposite sides of a
+square in the box are along one dimension. So no two axes share a dimension. Several devices a chip
+count as one more dimension.
 """
 
 from collections.abc import Sequence
@@ -24,13 +21,13 @@ from jaxtyping import Bool, Int, Shaped
 
 
 def on_torus(device: Any) -> bool:
-    """Whether the device has coordinates on the torus of a TPU slice."""
-    # Other platforms may number their devices in an attribute of the same name.
+    """Returns whether the device has coordinates on a TPU slice."""
+    # Devices of other platforms may have an attribute of the same name.
     return getattr(device, "coords", None) is not None and device.device_kind.startswith("TPU")
 
 
 def slice_of(device: Any) -> int:
-    """Returns the number of the device's slice: 0 where there is but one."""
+    """Returns the number of the device's slice, or 0."""
     return getattr(device, "slice_index", None) or 0
 
 
@@ -38,13 +35,13 @@ def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.n
     """Returns which dimensions of a slice have a link from the last chip to the first."""
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
-    return np.full(extent.shape, (extent % 4 == 0).all())  # whole cubes close, parts of one do not
+    return np.full(extent.shape, (extent % 4 == 0).all())  # only full cubes have closed dimensions
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:
     """Arranges TPU devices in a grid of `shape`; None unless they are boxes of one extent.
 
-    Slices go to the first axes, as much as divides their sizes, and all are laid out alike.
+    Slices go to the first axes, as far as sizes divide, with equal layouts.
     """
     if not all(on_torus(device) for device in devices):
         return None
@@ -68,13 +65,13 @@ def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarra
 
 
 def _box(devices: list[Any]) -> Shaped[np.ndarray, "*extent cores"] | None:
-    """Puts the devices of a slice at their coordinates; None where that leaves holes."""
+    """Puts a slice's devices at their coordinates; None if that leaves holes."""
     coords = np.array([device.coords for device in devices])
     extent = coords.max(axis=0) - coords.min(axis=0) + 1
     cores, rest = divmod(len(devices), int(extent.prod()))
     if rest:
         return None
-    # By chip, then by device of the chip.
+    # Sort by chip, then by device in the chip.
     order = sorted(range(len(devices)), key=lambda i: (*coords[i], devices[i].core_on_chip))
     chips = coords[order].reshape(-1, cores, coords.shape[1])
     expected = np.indices(extent).reshape(len(extent), -1).T + coords.min(axis=0)
@@ -85,31 +82,27 @@ def _box(devices: list[Any]) -> Shaped[np.ndarray, "*extent cores"] | None:
     return box.reshape(*extent, cores)
 
 
-_MOST_TILES = 20_000  # looked at in one search; three axes on 4096 chips take a few hundred
+_MOST_TILES = 20_000  # limit of one search; three axes on 4096 chips need a few hundred
 
 
 class _Dim(NamedTuple):
-    """What an axis can still take of a dimension: `left` places that are `stride` apart."""
+    """The free part of a dimension: `left` places, `stride` apart."""
 
     left: int
     stride: int
-    around: int  # places on the whole dimension if it is closed, otherwise 0
+    around: int  # places on the full dimension if it is closed, otherwise 0
     cost: int  # links from one place to the next; 0 between the devices of a chip
 
 
 class _Side(NamedTuple):
-    """One side of an axis's tile."""
-
     size: int
     dim: _Dim
 
 
 class _TileChoice(NamedTuple):
-    """A tile that an axis can take."""
-
-    score: tuple[int, int, int]  # whether a step is over more than one link, the longest, the sum
+    score: tuple[int, int, int]  # whether a step takes several links, the longest step, the sum
     sides: tuple[_Side, ...]
-    rest: tuple[_Dim, ...]  # what it leaves of each dimension
+    rest: tuple[_Dim, ...]  # the free part of each dimension
 
 
 _Key = tuple[tuple[int, ...], ...]
@@ -119,19 +112,16 @@ _Tiles = dict[int, tuple[_Side, ...]]  # by axis
 def torus_order(
     shape: Sequence[int], box: Sequence[int], closed: Sequence[bool], cores: int
 ) -> Int[np.ndarray, "..."]:
-    """Returns the place in the box of each position of the mesh.
+    """Returns an array of `shape` with indices into the flat devices `(*box, cores)`.
 
-    Axes compare from the last one to the first: first by whether their rings are of one link, then
-    by their longest step, then by the sum of their steps.
+    Later axes go first. Scores compare rings of one link, then the longest step, then the sum of
+    steps.
 
     Args:
-      shape: the sizes of the mesh's axes, whose product is the number of devices.
-      box: the chips along each dimension.
-      closed: whether a dimension has a link from its last chip to its first.
-      cores: the devices of a chip.
-
-    Returns:
-      Indices into the array of devices of shape `(*box, cores)`, flattened; an array of `shape`.
+      shape: sizes of the mesh's axes.
+      box: chips along each dimension.
+      closed: whether each dimension is closed.
+      cores: devices of a chip.
     """
     places = np.arange(prod(box) * cores).reshape(*box, cores)
     dims: list[_Dim] = []
@@ -155,19 +145,19 @@ def torus_order(
 
 
 class _TileSearch:
-    """Branch and bound over the tiles of the axes, innermost axis first."""
+    """Branch and bound over the axes' tiles, innermost axis first."""
 
     def __init__(self, shape: Sequence[int], cores: int):
         self.shape = shape
         self.axes = [axis for axis in reversed(range(len(shape))) if shape[axis] > 1]
         self.looked_at = 0
-        # A closed walk through several chips takes a link for each of them.
+        # A closed walk through several chips needs one link for each.
         sums = (n // cores if n > cores else 0 for n in (shape[axis] for axis in self.axes))
         self.least = [(0, 1, total) for total in sums]
         self.found: tuple[_Key, _Tiles] | None = None
 
     def best(self, dims: tuple[_Dim, ...]) -> _Tiles:
-        # Another order of nesting helps an early axis only where a late one cannot be helped.
+        # Try all orders of nesting. One that helps an earlier axis must not cost a later one.
         orders = permutations(self.axes) if len(self.axes) < 5 else [tuple(self.axes)]
         for order in orders:
             self._nest(order, dims, self.least, {})
@@ -212,7 +202,7 @@ def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_TileChoice, ...]:
 
 @lru_cache(maxsize=1024)
 def _tilings(size: int, dims: tuple[_Dim, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sides of every tile; where dimensions are alike, of one of those alike."""
+    """Returns the sides of every tile; of equal dimensions, only one order."""
     if not dims:
         return ((),) if size == 1 else ()
     first, *others = dims
@@ -227,7 +217,7 @@ def _tilings(size: int, dims: tuple[_Dim, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
-    """Returns the longest step of the walk through a tile, and the sum of all, in links."""
+    """Returns the longest step of a tile's walk, and the sum of all steps, in links."""
     walk = _walk(sides)
     steps = np.zeros(len(walk), int)
     for place, (_, dim) in zip(walk.T, sides, strict=True):
@@ -239,10 +229,9 @@ def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
 
 
 def _closes(sides: list[_Side]) -> bool:
-    """Whether a walk through the tile can come back without a step over a place.
+    """Returns whether a walk through the tile can close with steps of one place.
 
-    With several sides it can if the number of places is even: an odd number of steps does not come
-    back in a grid, whose places alternate in colour.
+    With several sides, the number of places must be even: every step changes a place's colour.
     """
     if len(sides) > 1:
         return prod(size for size, _ in sides) % 2 == 0
@@ -250,21 +239,21 @@ def _closes(sides: list[_Side]) -> bool:
 
 
 def _walk(sides: tuple[_Side, ...]) -> Int[np.ndarray, "size dims"]:
-    """Walks once through all places of a tile and back to the first."""
-    # The longest strides come first: a snake takes them least often.
+    """Returns a closed walk through all places."""
+    # The longest strides come first, because a snake takes the first ones least often.
     order = sorted(
         (i for i, side in enumerate(sides) if side.size > 1),
         key=lambda i: -sides[i].dim.stride * sides[i].dim.cost,
     )
     lanes = [i for i in order if sides[i].size % 2 == 0]
     if not _closes([sides[i] for i in order]):
-        # Out over every second place, back over the others: no step is over more than one place.
+        # Out over every second place, back over the others: no step is longer than two places.
         path = _snake([sides[i].size for i in order])
         path = np.concatenate([path[::2], path[1::2][::-1]])
     elif len(order) < 2:
         path = _snake([sides[i].size for i in order])
     else:
-        # Back along the lane: the first place of the snake, which goes to and fro over the others.
+        # The snake goes to and fro over all places but its first, which is the lane back.
         order = [lanes[0], *(i for i in order if i != lanes[0])]
         out = sides[lanes[0]].size
         snake = _snake([sides[i].size for i in order[1:]])
@@ -278,7 +267,7 @@ def _walk(sides: tuple[_Side, ...]) -> Int[np.ndarray, "size dims"]:
 
 
 def _snake(sizes: list[int]) -> Int[np.ndarray, "size dims"]:
-    """Walks through all places of a box by steps to a neighbour, the last dimension fastest."""
+    """Returns a walk through a box by steps to neighbours, the last dimension fastest."""
     path = np.zeros((1, 0), int)
     for size in reversed(sizes):
         rows = [path if row % 2 == 0 else path[::-1] for row in range(size)]

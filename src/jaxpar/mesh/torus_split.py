@@ -1,4 +1,4 @@
-"""How a torus of any shape splits into Hamiltonian cycles: links are exchanged until it does."""
+"""Splits a torus of any shape into Hamiltonian cycles, by exchanges of links."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from random import Random
 import numpy as np
 from jaxtyping import Int
 
-_Links = list[set[int]]  # of each device, those at the other ends of two of its links
+_Links = list[set[int]]  # for each device, the two devices at the other ends of its links
 
 
 def split_torus(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Splits a torus into Hamiltonian cycles by exchanging links.
 
-    At first each factor has the links of one dimension, and is many cycles. On a square of four
-    devices whose opposite sides are of the same two factors, these exchange their sides. An
-    exchange that joins cycles, or parts none, is made.
+    Each factor begins with one dimension's links. Two factors with opposite sides of a square
+    exchange them, if there are not more cycles then.
     """
     for seed in range(1000):
         factors = _exchanged(sizes, Random(seed))
@@ -43,7 +42,7 @@ def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
         if max(counts) == 1:
             return factors
         a, b, c, d = random.choice(squares)
-        # Whose are a-b and d-c, and whose are a-d and b-c?
+        # The factors of a-b and d-c, and of a-d and b-c.
         first = next(n for n, links in enumerate(factors) if b in links[a])
         second = next(n for n, links in enumerate(factors) if d in links[a])
         if first == second or c not in factors[first][d] or c not in factors[second][b]:
@@ -61,7 +60,7 @@ def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
 def _corner(
     grid: Int[np.ndarray, "..."], at: tuple[int, ...], one: int, other: int
 ) -> tuple[int, int, int]:
-    """The devices next to one along two dimensions, and the one next to both."""
+    """Returns the next devices along two dimensions, and between them the one next to both."""
 
     def moved(*dims: int) -> int:
         place = [
@@ -73,7 +72,7 @@ def _corner(
 
 
 def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None:
-    """Gives the sides a-b and d-c of the first factor to the second one, and a-d and b-c back."""
+    """Moves a-b and d-c from the first factor to the second, and a-d and b-c back."""
     for x, y in ((a, b), (d, c)):
         first[x].remove(y)
         first[y].remove(x)
@@ -87,7 +86,6 @@ def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None
 
 
 def _count(links: _Links) -> int:
-    """Of how many cycles a factor is made."""
     left, count = set(range(len(links))), 0
     while left:
         count += 1
@@ -100,7 +98,6 @@ def _walk(links: _Links) -> tuple[int, ...]:
 
 
 def _around(links: _Links, start: int) -> list[int]:
-    """The cycle through a device."""
     found, before, here = [start], start, min(links[start])
     while here != start:
         found.append(here)

@@ -1,6 +1,6 @@
-"""Walks over the links of a mesh's axes, and what is known of those where programs are traced.
+"""Walks over the links of a mesh's axes, and the links that are known during tracing.
 
-Tracing sees no coordinates: `make_mesh` notes it.
+Traced programs see no coordinates, so `make_mesh` notes the links.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,33 +14,33 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 Index = Int32[Array, ""]  # the logical index of a device
-Place = Any  # an integer, or an int32[]: counted over the dimensions, the last one fastest
+Place = Any  # an integer or int32[], counted over the dimensions, the last one fastest
 
 
 class Walk:
-    """By which hops what a device holds comes past all others, and back to it in the end."""
+    """The hops by which a block visits all devices and returns to its own."""
 
     size: int
-    exchanges: ClassVar[bool] = False  # hops go both ways at once, over a dimension each
+    exchanges: ClassVar[bool] = False  # a hop goes in both directions of one dimension
 
     @property
     def around(self) -> int:
-        """How many devices that is."""
+        """Returns the number of devices on the walk."""
         return self.size
 
     def behind(self, device: Place, distance: Any) -> Place:
-        """The logical index of the device from which so many hops lead to another one."""
+        """Returns the device from which so many hops lead to this one."""
         raise NotImplementedError
 
     def next(self, device: int, direction: int, hops: Any) -> int:
-        """The device to which a device sends on what so many hops have brought to it."""
+        """Returns the device that receives a block next, after so many hops to this one."""
         raise NotImplementedError
 
 
 def moved_on(place: Place, by: Any, size: int) -> Place:
-    """Returns `(place + by) % size`, for a `place` and a `by` of less than `size` either way.
+    """Returns `(place + by) % size`, if both are less than `size` in magnitude.
 
-    `%` of arrays is nine equations, as its operands may be negative. Rings take it twice a block.
+    `%` of arrays is nine equations, and rings need it twice a block.
     """
     if not isinstance(place, Array):
         return (place + by) % size
@@ -51,31 +51,31 @@ def moved_on(place: Place, by: Any, size: int) -> Place:
 
 
 def as_int32(x: Any) -> Any:
-    """Returns an index as one of 32 bits, also where numbers have 64: no equation converts it."""
+    """Returns an index of 32 bits, without an equation for the conversion."""
     return x if isinstance(x, Array) else np.int32(x)
 
 
-# The one ring over axes, disjoint rings, or a collective of XLA's own.
+# One ring over all axes, disjoint rings, or an XLA collective.
 How = Literal["ring", "rings", "collective"]
-# Axes in the order of a ring, and how they send; to how many messages share the busiest link.
+# From a ring's axes, and how they send, to the number of messages on the busiest link.
 Sharing = Callable[[tuple[str, ...], How], int]
 
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """The links of axes.
+    """The links of a mesh's axes.
 
     Attributes:
-      walks: of axes by themselves that are a torus or a cube, the walks that share no link.
-      messages: how many share the busiest link, where all rings over axes send both ways at once;
-        None: nothing is known of the mesh.
+      walks: the walks of single axes that are a torus or a cube; they share no link.
+      messages: the messages on the busiest link if all rings send in both directions. None:
+        unknown.
     """
 
     walks: Mapping[str, tuple[Walk, ...]] = field(default_factory=dict[str, tuple[Walk, ...]])
     messages: Sharing | None = None
 
     def common(self, other: "AxisLinks") -> "AxisLinks":
-        """What holds for two meshes."""
+        """Returns the links that two meshes have in common."""
         walks = {name: w for name, w in self.walks.items() if other.walks.get(name) == w}
         one, two = self.messages, other.messages
         if one is None or two is None:
@@ -87,13 +87,13 @@ _known: dict[tuple[Any, ...], AxisLinks] = {}
 
 
 def note_links(mesh: Mesh, links: AxisLinks) -> None:
-    """Remembers the links of a mesh's axes; of meshes that look alike, what holds for all."""
+    """Remembers the links of a mesh's axes; for meshes that look alike, the common ones."""
     key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
     _known[key] = _known[key].common(links) if key in _known else links
 
 
 def traced_links() -> AxisLinks:
-    """Returns what is known of the mesh that is traced over."""
+    """Returns the known links of the traced mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     kind = "" if device is None else device.device_kind

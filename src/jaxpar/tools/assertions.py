@@ -1,4 +1,4 @@
-"""Asserting what a compiler made of a program: its overlap, its collectives and its memory."""
+"""Assertions about a compiled program: its overlap, collectives and memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxpar.tools.private_names import MeshAxes, Number, readable
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.memory import live_at_peak
 
-_WORST = 3  # findings that a text has
+_WORST = 3  # findings in a text
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")
-_SHOWN = 8  # arrays that a text has
+_SHOWN = 8  # arrays in a text
 _REMEDY = (
     "Remedy: the edits above; or raise exposed_at_most. `jaxpar explain module:function` compiles "
     "edits and says what they gain."
@@ -34,25 +34,25 @@ def assert_overlapped(
 ) -> None:
     """Asserts that a compiler's schedule of `fn` waits little for communication.
 
-    The program is compiled for devices that need not be there, and its schedule played on a model
-    of the chip (`jaxpar.schedule.timeline`): not a measurement, but what a later change of the
-    program, of JAX or of the compiler does to the overlap shows in it. On GPUs without
-    a measured table of XLA's, times are rooflines.
+    The program is compiled for devices that need not be present. Its schedule is simulated on a
+    model of the chip (`jaxpar.schedule.timeline`), not measured: it shows what later changes of the
+    program, JAX or the compiler do to the overlap. Time is exposed while a device only waits for a
+    transfer. GPUs without measured tables of XLA have rooflines.
 
     Args:
       fn: a function of global arrays, as for `jaxpar.schedule.compile_for`. A `jax.shard_map` in it
         may leave out its mesh.
       target: from `jaxpar.schedule.target`, or its text such as `"v5e:2x4"` or `"h100:8"`.
       *args: global arrays or `jax.ShapeDtypeStruct`s, whose `sharding` may be a `PartitionSpec`.
-      exposed_at_most: the share of the total time that may go into waiting for transfers.
-      mesh: with a text only: as for `jaxpar.make_mesh`; None is `"tp=-1"`.
+      exposed_at_most: the largest exposed share of the total time.
+      mesh: as for `jaxpar.make_mesh`, with a text only; None is `"tp=-1"`.
       compiler_options: as for `jaxpar.schedule.compile_for`.
 
     Raises:
-      AssertionError: more is exposed. The text has the target, the shares, and of the transfers
-        that are waited for the longest the line, the cause and an edit.
+      AssertionError: more is exposed. The text has the target, the shares, and the longest waits
+        with line, cause and edit.
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` beside a target that has one.
+      TypeError: `mesh` with a target that has one.
       ValueError: an unknown target, or a limit that is not between 0 and 1.
 
     Example:
@@ -97,10 +97,10 @@ def assert_no_resharding(
     mesh: MeshAxes | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> None:
-    """Asserts that the partitioner moves no array because it lies otherwise than it is wanted.
+    """Asserts that the partitioner moves no array to another sharding.
 
-    All-gathers, all-to-alls and permutes count that the traced program does not have. Sums do not:
-    a product over a sharded dimension needs one.
+    All-gathers, all-to-alls and permutes count that the traced program does not have. Sums do not
+    count: a product over a sharded dimension needs one.
 
     Args:
       fn: as for `assert_overlapped`.
@@ -110,10 +110,10 @@ def assert_no_resharding(
       compiler_options: as for `assert_overlapped`.
 
     Raises:
-      AssertionError: there are some. The text has the line of each, what is moved, and how it lies
-        and was wanted.
+      AssertionError: there are some. The text has each one's line, the array, and its sharding
+        before and after.
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` beside a target that has one.
+      TypeError: `mesh` with a target that has one.
       ValueError: an unknown target.
 
     Example:
@@ -150,24 +150,23 @@ def assert_collectives(
 ) -> None:
     """Asserts which collectives a compiled program runs, how often, and how much they send.
 
-    It is the compiled module that counts, not the traced one: what the partitioner puts in and what
-    the compiler joins, splits or drops. A loop's collective counts as often as it runs.
+    The compiled module counts, after the partitioner and the compiler have added, joined or dropped
+    collectives. A loop's collective counts as often as it runs.
 
     Args:
       fn: as for `assert_overlapped`.
       target: as for `assert_overlapped`.
       *args: as for `assert_overlapped`.
-      expected: all of them, and nothing else: by the collective, its axes and its phase, as in
-        `"forward all-gather over tp"` (phases are forward, backward and recomputation), how often
-        it runs, or a pair of that and the bytes that one device sends in all runs.
+      expected: all collectives. A key is phase, collective and axes, as in `"forward all-gather
+        over tp"` (phases are forward, backward and recomputation). A value is the number of runs,
+        or a pair of it and the bytes that one device sends in all runs.
       mesh: as for `assert_overlapped`.
       compiler_options: as for `assert_overlapped`.
 
     Raises:
-      AssertionError: there are others. The text has what was expected and what there is, with
-        lines.
+      AssertionError: there are others. The text has expected and found ones, with lines.
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` beside a target that has one.
+      TypeError: `mesh` with a target that has one.
       ValueError: an unknown target.
 
     Example:
@@ -218,14 +217,14 @@ def assert_peak_memory(
       fn: as for `assert_overlapped`.
       target: as for `assert_overlapped`.
       *args: as for `assert_overlapped`.
-      at_most: bytes, arguments and results included, as the compiler planned them.
+      at_most: bytes in the compiler's plan, with arguments and results.
       mesh: as for `assert_overlapped`.
       compiler_options: as for `assert_overlapped`.
 
     Raises:
       AssertionError: it needs more. The text has the largest arrays at the peak, with their lines.
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` beside a target that has one.
+      TypeError: `mesh` with a target that has one.
       ValueError: an unknown target.
 
     Example:

@@ -1,4 +1,4 @@
-"""The table of `mode="auto"`: at each call site of a program all algorithms, and the one taken."""
+"""The table of `mode="auto"`: the algorithms of each call site, and the chosen one."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ NOTES = (
 @readable
 @dataclass(frozen=True)
 class Algorithm:
-    """One of the algorithms that there are for a part of a call site.
+    """An algorithm for a part of a call site.
 
     Attributes:
-      name: as `mode` takes it; of row chunks how many, of experts the dispatch.
-      seconds: that it is predicted to take; None where nothing is predicted of it.
-      error: of such transfers on the chip, predicted / measured - 1: the least and the largest of
+      name: as `mode` takes it; for row chunks their number, for experts the dispatch.
+      seconds: predicted; None without a prediction.
+      error: predicted / measured - 1 of such transfers on the chip, the least and the largest of
         all public measurements, or "no row".
-      out: why it may not be taken; "" where it may.
+      out: why it may not be chosen, or "".
     """
 
     name: str
@@ -65,14 +65,14 @@ class Algorithm:
 @readable
 @dataclass(frozen=True)
 class CallSite:
-    """A part of a call site, such as its forward pass, and what there was to choose from.
+    """A part of a call site, such as its forward pass, and its algorithms.
 
     Attributes:
       name: of the site, as in a file of `jaxpar tune`.
       part: "forward", "backward", "forward, no gradients", "row chunks" or "dispatch".
       line: of the program, such as `model.py:12 in mlp`.
-      algorithms: all that there are.
-      taken: the name of the one that the program has.
+      algorithms: all that exist.
+      taken: the name of the chosen one.
       by: "auto", or "tuned" or "named" if a file or the program says so.
     """
 
@@ -87,18 +87,18 @@ class CallSite:
 @readable
 @dataclass(frozen=True)
 class Ways:
-    """The call sites of a program, in the order in which they are traced.
+    """The call sites of a program, in the order of tracing.
 
     Attributes:
-      sites: a part of each.
-      bands: the errors of matmuls on the chip, in words.
+      sites: their parts.
+      bands: the errors of matmuls on the chip, as text.
     """
 
     sites: tuple[CallSite, ...]
     bands: tuple[str, ...] = ()
 
     def json(self) -> str:
-        """Everything, as JSON."""
+        """Returns everything as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
@@ -122,7 +122,6 @@ class Ways:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same for a notebook."""
         parts: list[str] = []
         for (name, place), sites in self._by_name():
             parts.append(f"<p><b>{escape(name)}</b><br>{escape(place)}</p>")
@@ -148,25 +147,23 @@ def ways(
     target: Target | None = None,
     compiler_options: Any = None,
 ) -> Ways:
-    """Shows what `mode="auto"` chooses at each call site of a program, and from what.
+    """Returns what `mode="auto"` chooses at each call site of a program, and from what.
 
     Args:
       f: a function of global arrays, jitted or not; it is traced, not compiled.
       *args: arrays, or `jax.ShapeDtypeStruct`s of global arrays.
-      target: devices that need not be there, from `jaxpar.schedule.target`. None: those of the
-        context mesh (`jax.set_mesh`), and without one of the program's own meshes.
-      compiler_options: with which the program is compiled. None: those of `jaxpar.jit` for a
-        function of it, else those of `jaxpar.compiler_options` for the target's or the context's
-        devices.
+      target: devices that need not be present, from `jaxpar.schedule.target`. None: those of the
+        context mesh (`jax.set_mesh`), else of the program's own meshes.
+      compiler_options: of the program. None: those of `jaxpar.jit` for its functions, else those of
+        `jaxpar.compiler_options` for the target's or the context's devices.
 
     Returns:
-      A `Ways`, whose `sites` are data; printed, and in a notebook, it is a table. What it says of a
-      backward pass counts where the program takes gradients. Call sites of equal operands are one,
-      as for `jaxpar tune`.
+      A `Ways`. Printed, or in a notebook, it is a table. Backward passes count only if the program
+      takes gradients. Call sites of equal operands are one, as for `jaxpar tune`.
 
     Raises:
-      TypeError: what is no target, or no compiler options.
-      Exception: what tracing raises.
+      TypeError: `target` is no target, or `compiler_options` are none.
+      Exception: any error of tracing.
 
     Cost: one tracing of the program, and some milliseconds a site.
 
@@ -184,7 +181,7 @@ def ways(
         given: Any = target
         if target is not None and not isinstance(given, Target):
             raise type_error(f"target must be a jaxpar.schedule.Target, got {target!r}")
-    is_told = hasattr(f, "over")  # by jaxpar.jit
+    is_told = hasattr(f, "over")  # jitted by jaxpar.jit
     if not hasattr(f, "trace"):
         f, args = of_arrays(f, args)
     here = target is not None or jax.sharding.get_abstract_mesh().shape
@@ -209,7 +206,7 @@ def _found(decisions: Iterable[Decision]) -> Ways:
     for decision in decisions:
         key = site_of(decision.problem), decision.part
         if key in found and decision.taken != found[key][0].taken:
-            # A forward pass whose derivative nobody takes keeps nothing for one.
+            # A forward pass without a derivative saves no residuals.
             key = key[0], f"{decision.part}, no gradients"
         _, lines = found.setdefault(key, (decision, {}))
         if line := _line(decision):
@@ -222,7 +219,6 @@ def _found(decisions: Iterable[Decision]) -> Ways:
 
 
 def _line(decision: Decision) -> str:
-    """Where the program asks."""
     found = own_line([Line(*frame) for frame in reversed(decision.frames)])
     return "" if found is None or not found.is_own else str(found)
 
@@ -240,7 +236,7 @@ def _site(name: str, part: str, decision: Decision, line: str) -> CallSite:
 
 
 def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
-    """The errors of the transfers of a row, that are large or small as what it takes."""
+    """Returns the errors of a row's transfers, of measurements as large as it."""
     if chip is None or row.seconds is None:
         return ""
     travels = "gather" if flow == "gather" else "sum"

@@ -1,4 +1,4 @@
-"""Private names of the toolkit that the tools need: the one door in the wall."""
+"""Private names of the toolkit that the tools use. No other tool imports them directly."""
 
 from jaxpar.arguments.calls import called as called
 from jaxpar.arguments.calls import naming as naming

@@ -1,1 +1,1 @@
-"""Predictions held against public measurements, and the error of each class of work."""
+"""Predictions and public measurements, and the error of each kind of work."""

@@ -1,4 +1,4 @@
-"""How far predictions of a kind of work on a chip were from what was measured."""
+"""Bands: ranges of a prediction's errors, by chip and kind of work."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.target import Target, target_of
 from jaxpar.tools.timeline.timeline import Timeline
 
-LARGE = 20e-6  # seconds that an operation is predicted to take: below it latencies matter
-LEAST = 0.05  # of a step: what takes less of it has no band printed
+LARGE = 20e-6  # predicted seconds of an operation; below it latencies matter
+LEAST = 0.05  # of a step: a smaller part has no band printed
 
 _PLURALS = {
     "matmul": "matmuls",
@@ -35,12 +35,10 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Band:
-    """The errors of all measurements of one kind, on one chip, of one size."""
-
     chip: str  # as in `Chip.kind`
     kind: str
     is_large: bool
-    rows: int = 0  # how many there are
+    rows: int = 0  # the number of measurements
     low: float = 0.0  # the least of predicted / measured - 1
     high: float = 0.0
 
@@ -53,9 +51,9 @@ class Band:
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:
-    """The bands of what makes up a prediction's total, what takes the most first.
+    """Returns the bands of a prediction's parts, the longest first.
 
-    None of a model that no band was found with: of other figures, or of rooflines.
+    There are none for rooflines, or for other figures than the chip's own.
     """
     own = target.chip
     if own is None or own != target_of(target.mesh).chip:
@@ -76,7 +74,7 @@ def bands_of(played: Timeline, target: Target) -> list[Band]:
 
 
 def _made_of(events: Iterable[Event]) -> Iterable[tuple[Event, float]]:
-    """What computes, and the transfers that are waited for, with the seconds that each takes."""
+    """Yields computation and transfers that are waited for, with their seconds."""
     transfers: dict[str, Event] = {}
     for event in events:
         if event.kind == "transfer":
@@ -96,12 +94,11 @@ def _kind(event: Event) -> str:
 
 @cache
 def bands() -> tuple[Band, ...]:
-    """The bands as `python benchmarks/accuracy` last found them."""
+    """Returns the bands that `python benchmarks/accuracy` last found."""
     found = json.loads(files("jaxpar.tools.accuracy").joinpath("bands.json").read_text())
     return tuple(Band(**one) for one in found)
 
 
 def text_of(found: Iterable[Band]) -> str:
-    """The bands as JSON, a line each."""
     lines = ",\n".join(json.dumps(asdict(one)) for one in found)
     return f"[\n{lines}\n]\n"

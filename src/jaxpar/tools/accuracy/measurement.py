@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 from jaxpar.tools.timeline.target import TPUS, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
-_KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as `TPUS`
-# What one device computes of operands that it has to itself.
+_KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as in `TPUS`
+# Functions of one device, of local operands.
 _POINTWISE: dict[str, Callable[..., Any]] = {
     "copy": jnp.copy,
     "scale": lambda x: 1.0001 * x + 1,
@@ -29,7 +29,7 @@ _POINTWISE: dict[str, Callable[..., Any]] = {
     "exp": jnp.exp,
     "sum": lambda x: jnp.sum(x, dtype=jnp.float32),
 }
-# What all devices of the axes compute together, each of its own operand.
+# Functions of all devices of the axes together, each with a local operand.
 _COLLECTIVES: dict[str, Callable[..., Any]] = {
     "all_gather": lambda x, axes, n: lax.all_gather(x, axes, tiled=True),
     "psum": lambda x, axes, n: lax.psum(x, axes),
@@ -41,46 +41,40 @@ _COLLECTIVES: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What somebody measured of one operation, and where it is published."""
-
     name: str
     kind: str  # matmul, memory, gather, sum, permute, all-to-all, or two of them
-    target: str  # as `jaxpar.schedule.target` takes it
+    target: str  # for `jaxpar.schedule.target`
     mesh: str
     op: str
     axes: tuple[str, ...]
-    shape: tuple[int, ...]  # of one device's operand; of a matmul m, k, n of one device
+    shape: tuple[int, ...]  # of a device's operand; for a matmul m, k, n on a device
     dtype: str
     seconds: float
     source: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    times: int = 1  # how often one program did it, each time with what the last one left
+    times: int = 1  # how often one program did it, each time with the last result
 
     @property
     def chip(self) -> str:
-        """The generation, as in a target's name."""
         return self.target.partition(":")[0]
 
     @property
     def kind_of_chip(self) -> str:
-        """The chip, as in `Chip.kind`."""
+        """Returns the chip, as in `Chip.kind`."""
         known: dict[str, str] = dict(zip(TPUS, _KINDS, strict=True))
         return known.get(self.chip, f"NVIDIA {self.chip.upper()}")
 
     @property
     def group(self) -> int:
-        """How many devices take part together."""
         sizes = dict(part.split("=") for part in self.mesh.split(","))
         return prod(int(sizes[axis]) for axis in self.axes)
 
     @property
     def flops(self) -> float:
-        """FLOPs of one device."""
         return 2.0 * prod(self.shape) if "matmul" in self.op else 0.0
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends."""
         m, k, n = self.shape if "matmul" in self.op else (prod(self.shape), 1, 1)
         share = (self.group - 1) / self.group
         match self.op:
@@ -100,11 +94,10 @@ class Measurement:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether no constant of the model was fitted to it: half of all, by their names."""
+        """Returns whether nothing was fitted to it: half of all, by name."""
         return sha256(self.name.encode()).digest()[0] % 2 == 1
 
     def compile(self, cache: str | Path | None = None) -> CompiledProgram:
-        """Compiles a program that does the same."""
         described = target(self.target, self.mesh)
         devices = described.mesh.size
         n = prod(described.mesh.shape[axis] for axis in self.axes)
@@ -125,7 +118,7 @@ class Measurement:
 
 
 def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int, ...]], bool]:
-    """What a device computes, of operands of which shapes, and whether all have the same ones."""
+    """Returns a device's function, its operands' shapes, and whether devices share them."""
     axes = one.axes
     if one.op in _POINTWISE:
         operands = [_matrix(prod(one.shape), 1)] * (2 if one.op == "add" else 1)
@@ -150,7 +143,7 @@ def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int
 
 
 def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Does something again and again; without the barrier one number of it would be enough."""
+    """Repeats a function; without the barrier the compiler would compute one number."""
 
     def trip(number: Any, operands: tuple[Any, ...]) -> Any:
         first, *others = operands
@@ -170,7 +163,7 @@ def _gathered(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _matrix(size: int, rows: int) -> tuple[int, ...]:
-    """An array of so many numbers, in rows of 1024 where they fit into `rows` equal parts."""
+    """Returns a shape of `size` numbers in `rows` equal parts, with rows of 1024 if they fit."""
     if size % (1024 * rows) == 0:
         return size // 1024, 1024
     return (rows, max(1, size // rows)) if rows > 1 else (size,)
@@ -178,7 +171,6 @@ def _matrix(size: int, rows: int) -> tuple[int, ...]:
 
 @cache
 def measurements() -> tuple[Measurement, ...]:
-    """Reads all public measurements that a program can be made of."""
     found = json.loads(files("jaxpar.tools.accuracy").joinpath("measurements.json").read_text())
     return tuple(
         Measurement(

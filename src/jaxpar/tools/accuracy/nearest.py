@@ -1,4 +1,4 @@
-"""The public measurement that is nearest to what somebody measures on a chip of the same kind."""
+"""Finds the public measurement nearest to the user's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxpar.tools.private_names import Chip
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is compared: one device's part of an operation.
+    """One device's part of an operation to compare.
 
     Attributes:
-      kinds: of measurements, as `Measurement.kind`: the first one that there are rows of is taken.
+      kinds: as `Measurement.kind`; the first with rows counts.
       sizes: m, k and n of one device's product.
-      group: how many devices take part together.
+      group: the number of devices that take part together.
       sent_bytes: by one device.
     """
 
@@ -31,23 +31,22 @@ class Wanted:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one device."""
         m, k, n = self.sizes
         return 2.0 * m * k * n
 
 
 def is_sending(one: Wanted | Measurement, chip: Chip) -> bool:
-    """Whether what travels takes longer than what is multiplied; of a torus two links are used."""
+    """Returns whether transfers take longer than products; a torus uses two links."""
     links = 2 if chip.torus else 1
     width = jnp.dtype(one.dtype).itemsize
     return one.sent_bytes / (links * chip.link) > one.flops * width / (2 * chip.flops)
 
 
 def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
-    """Returns the row of the same kind and chip, and bound by the same, that is nearest in size.
+    """Returns the row of the same kind, chip and bound that is nearest in size.
 
-    Of products, those of numbers of the same width go first. Sizes are as far apart as their
-    logarithms: of products m, k and n, of what travels its bytes, and the devices that take part.
+    The same width of numbers comes first in products. Distances are those of logarithms of m, k, n,
+    of bytes, and of the number of devices.
     """
     sends = is_sending(wanted, chip)
     rows = [one for one in measurements() if one.kind_of_chip == chip.kind]
@@ -59,7 +58,7 @@ def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
 
 
 def _distance(wanted: Wanted, one: Measurement) -> tuple[bool, float]:
-    """Whether the width of numbers is another one, where it matters; how far sizes are apart."""
+    """Returns whether a width that matters differs, and how far sizes are apart."""
     if not one.flops:
         ours, theirs = (wanted.group, wanted.sent_bytes), (one.group, one.sent_bytes)
         return False, _apart(ours, theirs)

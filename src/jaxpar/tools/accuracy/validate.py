@@ -1,4 +1,4 @@
-"""Holds predictions against public measurements, class by class."""
+"""Compares predictions with public measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_TRANSFER = ("gather", "sum", "permute", "all-to-all")
 
 @dataclass(frozen=True)
 class Held:
-    """A measurement and the prediction that is held against it; seconds."""
+    """A measurement and its prediction, in seconds."""
 
     measured: Measurement
     chip: str  # as in `Chip.kind`
@@ -25,15 +25,15 @@ class Held:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Returns predicted / measured - 1."""
         return self.predicted / self.measured.seconds - 1
 
 
 def validate(one: Measurement, cache: str | Path | None) -> Held | str:
-    """Compiles and plays what was measured; or says why it cannot be compiled."""
+    """Compiles and simulates a measurement, or returns why it cannot."""
     try:
         program = one.compile(cache)
-    except Exception as reason:  # each compiler has errors of its own
+    except Exception as reason:  # each compiler has its own errors
         return f"{type(reason).__name__}: {reason}".partition("\n")[0]
     chip = program.target.chip
     assert chip is not None, one.target
@@ -41,22 +41,21 @@ def validate(one: Measurement, cache: str | Path | None) -> Held | str:
 
 
 def seconds_of(one: Measurement, played: Timeline) -> float:
-    """What was measured of it: a program copies what a collective brings, which is no part."""
+    """Returns the time to compare, without the copy of a collective's result."""
     return (played.transfer if one.kind in ONE_TRANSFER else played.total) / one.times
 
 
 def bands_from(found: Iterable[Held]) -> list[Band]:
-    """The error of each kind of work, on each chip, of each size."""
     rows = _by_class(found)
     return [
         Band(*key, len(held), min(one.error for one in held), max(one.error for one in held))
         for key, held in sorted(rows.items())
-        if " and " not in key[1]  # of two kinds at once
+        if " and " not in key[1]  # two kinds at once
     ]
 
 
 def table(found: Iterable[Held]) -> list[list[str]]:
-    """A row for each class: how many, and the errors of those that nothing was fitted to."""
+    """Returns a row per class, with errors of those that nothing was fitted to."""
     shown = []
     for (chip, kind, is_large), held in sorted(_by_class(found).items()):
         errors = sorted(abs(one.error) for one in held if one.measured.is_held_out)

@@ -1,1 +1,1 @@
-"""Programs of several processes: their start, what must be equal in all, who is where."""
+"""Programs of several processes: their start, comparison and guard."""

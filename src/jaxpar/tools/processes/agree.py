@@ -1,4 +1,4 @@
-"""What must be equal in all processes, compared before the first collective."""
+"""Compares values of all processes before the first collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxpar.tools.processes.meeting import compare
 from jaxpar.tools.processes.text import lines_of
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# Options of jax that may differ by host: folders, devices and addresses.
+# jax options that may differ by host: folders, devices and addresses.
 _OF_A_HOST = re.compile(
     "cache|coordinator|cross_host|debug_log|default_device|device_assignment|dump|log|mtls|"
     "num_cpu_devices|pgle|platform|pprint|process|proxy|traceback|url|visible_devices"
@@ -26,26 +26,25 @@ _OF_A_HOST = re.compile(
 def agree(*, timeout_s: Number = 60, **values: Any) -> None:
     """Compares what must be equal in all processes, before the first collective.
 
-    A collective among programs that differ hangs, or returns garbage with exit code 0. Versions,
-    `jax.config`, settings of compilers and the kind and number of devices are always compared.
+    Collectives of different programs hang or return garbage. Versions, `jax.config`, compiler
+    settings, and the kind and number of devices are always compared.
 
     Args:
       timeout_s: seconds to wait for the others.
-      values: what must be equal: meshes, layouts, configurations, optimizers, keys, pytrees of
-        arrays or shapes, nested in any way; and programs, as `step=jax.jit(step).lower(*args)`,
-        which compares every operation. Functions are compared by code, defaults and closure, but
-        not by globals that they read. Other objects are compared by what would be pickled. Arrays
-        are compared by their numbers if a process has all of them, and otherwise by dtype, shape
-        and sharding. For a batch that differs by process give `jax.eval_shape(lambda: batch)`.
+      values: meshes, layouts, configurations, optimizers, keys, pytrees of arrays or shapes, nested
+        in any way. Programs are compared by operations, as `step=jax.jit(step).lower(*args)`.
+        Functions are compared by code, defaults and closure, but not globals. Other objects are
+        compared by what would be pickled. Arrays are compared by numbers if a process has all of
+        them, otherwise by dtype, shape and sharding. For a batch that differs by process pass
+        `jax.eval_shape(lambda: batch)`.
 
     Raises:
-      ValueError: processes that differ: names both sides and the first difference. All processes
-        raise it.
-      TimeoutError: processes that did not come, by their numbers. JAX waits for dead ones at exit,
-        for the `heartbeat_timeout_seconds` of `initialize`.
+      ValueError: processes differ; all raise it, with both sides and the first difference.
+      TimeoutError: missing processes, by number. At exit JAX waits for dead ones, for the
+        `heartbeat_timeout_seconds` of `initialize`.
 
-    Cost: a message of some hundred bytes from each process to process 0, over the network of hosts;
-    arrays are copied to the host, one at a time, and nothing is gathered.
+    Cost: a message of some hundred bytes from each process to process 0, over the hosts' network.
+    Arrays are copied to the host one at a time.
 
     Example:
       >>> agree(mesh=make_mesh("tp=8"), step=jax.jit(jnp.sin).lower(1.0))  # alone: always
@@ -60,7 +59,7 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
 
 def _surroundings() -> list[str]:
     settings = {name: os.environ.get(name, "") for name in _SETTINGS}
-    # As they are here and now: some are set for a thread, or within a `with`.
+    # Current values: some are set for a thread, or within a `with`.
     options = {name: getattr(jax.config, name, value) for name, value in jax.config.values.items()}
     local = jax.local_devices()
     return [

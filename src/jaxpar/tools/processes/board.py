@@ -1,7 +1,7 @@
-"""The board that guards report to: where every process is, and whether something is wrong.
+"""The board of guards on process 0: where every process is, and what is wrong.
 
-Process 0 has it. Each process reports a `ProcessState` twice a second or so, and hears in the
-answer up to which call the programs of all are equal, and, in trouble, where everyone is.
+Each process reports a `ProcessState` about twice a second. The answer says up to which call all
+programs are equal, and in trouble where everyone is.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, KnownProcess, Pro
 
 @dataclass
 class Board:
-    """What all processes have said; of process 0, whose threads share it."""
+    """The reports of all processes, shared by threads of process 0."""
 
     count: int
     seen: dict[int, KnownProcess] = field(default_factory=dict[int, KnownProcess])
-    agreed: int = 0  # up to which call the programs of all are equal
+    agreed: int = 0  # all programs are equal up to this call
     unequal: tuple[int, int, int] | None = None  # a call, and two processes that differ in it
     verdict: str = ""  # how they differ
     details: dict[tuple[int, str], Mapping[str, Any]] = field(
         default_factory=dict[tuple[int, str], Mapping[str, Any]]
     )
-    noticed: dict[str, float] = field(default_factory=dict[str, float])  # kinds of trouble, when
+    noticed: dict[str, float] = field(default_factory=dict[str, float])  # when, by kind of trouble
     lock: Lock = field(default_factory=Lock)
 
     def hear(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes down what a process says, and answers it."""
         with self.lock:
             state = ProcessState.of(said["state"])
             self.seen[state.rank] = KnownProcess(state, monotonic())
@@ -53,13 +52,12 @@ class Board:
             return answer
 
     def lose(self, rank: int) -> None:
-        """Takes down that the connection to a process is lost."""
         with self.lock:
             if rank in self.seen:
                 self.seen[rank].gone = monotonic()
 
     def told(self) -> list[dict[str, Any]]:
-        """The states of all that have come, with how long ago they were heard of, or lost."""
+        """Returns all states, with seconds since the last report and since a loss."""
         now = monotonic()
         told: list[dict[str, Any]] = []
         for rank in sorted(self.seen):
@@ -79,7 +77,6 @@ class Board:
         return told
 
     def serve(self, listener: socket.socket, token: str) -> None:
-        """Answers the other processes, each in a thread of its own, for ever."""
         while True:
             try:
                 peer, _ = listener.accept()
@@ -121,7 +118,7 @@ class Board:
         self.agreed = min((state.known for state in states), default=0) if everyone else 0
 
     def _wanted(self, rank: int) -> str | None:
-        """The digest of a program of which details are needed to tell how it differs."""
+        """Returns the digest of a program whose details are needed."""
         if self.unequal is None or self.verdict:
             return None
         call, *ranks = self.unequal
@@ -149,7 +146,7 @@ class Board:
     # -- what is wrong --------------------------------------------------------------------------
 
     def _trouble(self) -> dict[str, Any] | None:
-        """What is wrong, its kind, and a key that changes when it should be said again."""
+        """Returns what is wrong, its kind, and a key that changes to print it again."""
         if self.verdict:
             return {"kind": "programs", "key": "programs", "what": self.verdict}
         now = monotonic()
@@ -180,11 +177,10 @@ class Board:
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
 
     def _needs(self, rank: int, ended: ProcessState) -> bool:
-        """Whether a process is in a call to which one that has ended did not come, or not whole."""
+        """Returns whether a process is in a call that an ended one did not finish."""
         return self.seen[rank].state.done >= ended.done
 
     def _why(self, call: int, now: float) -> str:
-        """Who keeps a call waiting."""
         why: dict[str, list[int]] = {}
         for rank in range(self.count):
             seen = self.seen.get(rank)
@@ -207,7 +203,7 @@ class Board:
         return "; ".join(said) or "all processes are in it"
 
     def _is_ripe(self, kind: str) -> bool:
-        """Whether everyone who answers has spoken since this was noticed: it can be told."""
+        """Returns whether everyone has reported since, so that trouble can be told."""
         now = monotonic()
         since = self.noticed.setdefault(kind, now)
         spoken = (seen.at >= since for seen in self.seen.values() if not seen.is_out)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class GuardedCall:
-    """A guarded call of this process."""
-
     number: int
     name: str
     limit: float
@@ -32,19 +30,18 @@ class GuardedCall:
     since: float = field(default_factory=monotonic)
     program: TracedProgram | None = None
     compiled: list[str] = field(default_factory=list[str])
-    result: Any = None  # the smallest of its results that are arrays
+    result: Any = None  # its smallest array
 
     @property
     def is_made(self) -> bool:
-        """Whether its program is made still: that waits for no other process."""
+        """Returns whether its program is still made, which needs no other process."""
         return self.is_jitted and self.doing in MAKING
 
     def do(self, what: str) -> None:
-        """Takes down what it does now."""
         self.doing, self.since = what, monotonic()
 
     def run(self, program: TracedProgram) -> None:
-        """Takes down what it runs; a program that is new waits for the others' to be equal."""
+        """Notes what it runs; a new program waits until those of all are equal."""
         self.program = self.watch.programs.setdefault(program.digest, program)
         self.watch.know(self, program.digest)
         if is_new := not self.program.is_agreed:
@@ -54,7 +51,7 @@ class GuardedCall:
         self.do("compiling" if is_new else "running")
 
     def wait_for(self, arrays: Any) -> None:
-        """Has it last until the smallest of these is computed: those of one program all are."""
+        """Makes it last until the smallest array is computed; a program computes all at once."""
         leaves = jax.tree.leaves(arrays)
         place = None if self.program is None else self.program.result
         if place is None:

@@ -1,4 +1,4 @@
-"""What a program runs on: devices, processes, memory, collectives, versions."""
+"""Describes what a program runs on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxpar.tools.private_names import public, readable
 @readable
 @dataclass(frozen=True)
 class Description:
-    """What a program runs on, as seen from one process.
+    """The devices, processes and versions that a program runs on.
 
     Attributes:
       platform: `"cpu"`, `"gpu"` or `"tpu"`.
       device_kind: of the devices.
-      devices: in all processes.
-      local_devices: of this one.
-      process: the index of this one.
-      processes: how many there are.
+      devices: their number in all processes.
+      local_devices: their number in this process.
+      process: the index of this process.
+      processes: their number.
       host: its name.
-      memory: bytes of each local device; None where the backend does not say.
-      collectives: those that the backend has, of all that jaxpar uses.
-      versions: of jax, jaxlib and jaxpar.
+      memory: bytes of each local device; None if the backend does not tell.
+      collectives: those of jaxpar's that the backend has.
+      versions: of jax, jaxlib, jaxpar and libtpu, if installed.
 
     Example:
       >>> describe().devices
@@ -88,7 +88,7 @@ def describe() -> Description:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides what a program compiles to."""
+    """Returns the versions that decide what a program compiles to."""
     found: dict[str, str] = {}
     for name in ("jax", "jaxlib", "jaxpar", "libtpu"):
         with suppress(PackageNotFoundError):

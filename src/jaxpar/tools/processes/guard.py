@@ -1,4 +1,4 @@
-"""A guard around a step: no silent hang, but who is where."""
+"""A guard around a step."""
 
 from __future__ import annotations
 
@@ -28,39 +28,37 @@ from jaxpar.tools.processes.watch import watch
 
 @readable
 def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
-    """Has every process say who is where, once a step takes longer than a limit.
+    """Guards a step: past a time limit, every process prints where each process is.
 
-    A collective waits for all processes: one that is missing, ended, slow, still compiling or runs
-    another program hangs the others without a word, or has them compute garbage. Around a step,
-    each process reports to process 0 what it is at; past the limit, as soon as a process is gone,
-    or where two run different programs, all of them print where each is, what is wrong, and the
-    line of the collective that the others wait in.
+    A collective waits for all processes. If one is missing, slow, compiling or in another program,
+    the others hang silently or compute garbage. With a guard, each process reports to process 0.
+    All print where each one is, what is wrong, and the line of the collective that the others wait
+    in. They print past the limit, if a process is gone, or if two run different programs.
 
-    Around a function of `jax.jit` or `jaxpar.jit` programs are compared, too, whenever one is new,
-    and before it is compiled: if they differ, all processes that have not started it yet raise an
-    error with the first difference. Calls must come in the same order in all processes, from one
-    thread.
+    Around a function of `jax.jit` or `jaxpar.jit`, each new program is compared before it is
+    compiled. If programs differ, all processes that have not started theirs raise an error with the
+    first difference. Calls must come in the same order in all processes, from one thread.
 
     Args:
-      what: a jitted function; any other function, of which it is known where its Python is and
-        which functions it compiles; or the name of a step, for `with`.
-      timeout_s: seconds without progress after which everyone prints, again after twice that, four
-        times that, and so on. Longer than your longest step takes; where `what` is jitted, without
-        its compilation.
-      exit_code: ends the process with this status once it has printed; None: it goes on waiting.
+      what: a jitted function; any other function, whose Python line and compilations are then
+        known; or a step's name, for `with`.
+      timeout_s: seconds without progress until everyone prints, again after twice that, four times
+        that, and so on. Choose more than your longest step, without compilation if `what` is
+        jitted.
+      exit_code: ends the process with this status after printing; None: it goes on waiting.
 
     Returns:
-      Of a function, one that is called in the same way. Of a name, a context manager, which is a
-      decorator, too; `until(arrays)` of it has the step last until these are computed.
+      For a function, one that is called in the same way. For a name, a context manager and
+      decorator. Its `until(arrays)` makes the step last until these are computed.
 
     Raises:
-      ValueError: from the guarded function: processes run different programs.
+      ValueError: `timeout_s` is not positive; from the guarded function: programs differ.
       TypeError: `what` is neither a function nor a name.
 
     Cost: nothing in the compiled program. A call takes 5 us longer, and up to 1 us for each array
-    of its arguments, while the device works on the step before (measured on a CPU); a thread sends
-    half a kilobyte to process 0 twice a second. A new program is lowered and compared before it is
-    compiled, once; the smallest of a step's results is kept until it is computed.
+    argument, while the device works on the step before (measured on a CPU). A thread sends half a
+    kilobyte to process 0 twice a second. A new program is lowered and compared once. The smallest
+    of a step's results is kept until it is computed.
 
     Example:
       >>> step = guard(jax.jit(lambda x: x + 1), timeout_s=30)
@@ -82,16 +80,15 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
 
 
 class Guard:
-    """A guard with a name, around whatever stands in a `with`."""
+    """A named guard around a `with` block."""
 
     def __init__(self, name: str, limit: float, exit_code: int | None) -> None:
         self._name, self._limit, self._code = name, limit, exit_code
         self._calls: list[GuardedCall] = []
         if jax.distributed.is_initialized():
-            watch().start()  # others can then be told where this process is before its first call
+            watch().start()  # so that others know where this process is before its first call
 
     def __call__(self, function: Callable[..., Any]) -> Guarded:
-        """Guards a function, under this guard's name."""
         return Guarded(function, self._limit, self._code, self._name)
 
     def __enter__(self) -> Guard:  # noqa: PYI034 (checked at run time, where Self is not known)
@@ -99,7 +96,7 @@ class Guard:
         return self
 
     def until(self, arrays: Any) -> None:
-        """Has the step last until these arrays are computed; does not wait for them."""
+        """Makes the step last until these arrays are computed, without waiting for them."""
         self._calls[-1].wait_for(arrays)
 
     def __exit__(
@@ -112,8 +109,6 @@ class Guard:
 
 
 class Guarded:
-    """A function with a guard around each of its calls."""
-
     def __init__(
         self, function: Callable[..., Any], limit: float, exit_code: int | None, name: str = ""
     ) -> None:
@@ -122,24 +117,22 @@ class Guarded:
         self._name = name or getattr(function, "__name__", type(function).__name__)
         self._is_jitted = hasattr(function, "trace") and hasattr(function, "lower")
         self._programs: dict[Any, TracedProgram] = {}  # by the kinds of arguments
-        self._traced: dict[Any, TracedProgram] = {}  # by what jit has traced
+        self._traced: dict[Any, TracedProgram] = {}  # by the traced jaxpr
         self._has_static = False
         self._last: tuple[Any, TracedProgram] | None = None
         if jax.distributed.is_initialized():
             watch().start()
 
     def __getattr__(self, name: str) -> Any:
-        """What the function has besides, such as `lower`."""
         if name == "_function":  # before it is set
             raise AttributeError(name)
         return getattr(self._function, name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of an instance, which is then the first argument."""
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; while another one is traced, that is all."""
+        """Calls the function; inside of another trace, without a guard."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return self._function(*args, **kwargs)
@@ -158,14 +151,13 @@ class Guarded:
     def _program(
         self, call: GuardedCall, tree: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: Any
     ) -> TracedProgram:
-        """The program for arguments of this kind, traced if it is new."""
         key = tree, _kinds(leaves, self._has_static)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         if key not in self._programs:
             call.do("tracing")
             found = traced(self._function, args, kwargs)
-            # Which of the values that are no arrays are static is seen by what jit traces anew.
+            # Only a new trace shows which values that are no arrays are static.
             if found.jaxpr in self._traced:
                 return self._traced[found.jaxpr]
             program = program_of(self._name, found, args, kwargs)
@@ -180,7 +172,7 @@ _KIND = attrgetter("shape", "dtype", "weak_type", "sharding")
 
 
 def _kinds(leaves: list[Any], with_values: bool) -> tuple[Any, ...]:
-    """By what jit tells arguments apart; by the values of those that are no arrays if asked."""
+    """Returns what jit tells arguments apart by; with values of other leaves if asked."""
     try:
         return tuple(map(_KIND, leaves))
     except AttributeError:

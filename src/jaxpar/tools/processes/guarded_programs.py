@@ -1,4 +1,4 @@
-"""What a guarded program is: told from others, and which collective it waits in."""
+"""Guarded programs: their differences and their collectives."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ _BRANCHING = ("cond", "while")
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective of a traced program."""
-
-    name: str  # of the function of `jax.lax`
+    name: str  # in `jax.lax`
     axes: tuple[str, ...]
     of: str  # dtype and local shape
     line: Line | None
-    is_conditional: bool  # it stands in a branch or a loop whose length depends on data
+    is_conditional: bool  # inside a branch, or a loop whose length depends on data
 
     def __str__(self) -> str:
         at = f" at {self.line}" if self.line else ""
@@ -40,25 +38,24 @@ class Sent:
 
 @dataclass(eq=False)
 class TracedProgram:
-    """A jitted function as it was traced for some arguments."""
+    """A jitted function, traced for some arguments."""
 
     name: str
     arguments: tuple[str, ...]
     collectives: tuple[Sent, ...]
-    has_static: bool  # whether the values of some arguments are part of it
-    mesh: Mesh | None  # whose devices it runs on, if its arguments say so
+    has_static: bool  # values of some arguments are part of it
+    mesh: Mesh | None  # from its arguments' shardings
     text: bytes = field(repr=False)  # of its operations, compressed
     lowered: Any = field(repr=False)
-    is_agreed: bool = False  # all processes have come to it
-    result: int | None = None  # the place of the smallest of its results
+    is_agreed: bool = False  # all processes have reached it
+    result: int | None = None  # index of its smallest result
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal programs, wherever their source lies."""
+        """Returns the same for equal programs, wherever their source is."""
         return sha256(self.text).hexdigest()
 
     def details(self) -> dict[str, Any]:
-        """All by which it can differ from another."""
         return {
             "digest": self.digest,
             "arguments": list(self.arguments),
@@ -68,14 +65,15 @@ class TracedProgram:
 
     @cached_property
     def sends(self) -> tuple[Sent, ...]:
-        """All collectives; where none was written, those that the partitioner put in.
+        """Returns its collectives, or else those that the partitioner inserts.
 
-        Those are in the compiled program alone. JAX has it still, if it has no compiler options.
+        These are only in the compiled program, which JAX still has unless there are compiler
+        options.
         """
         return self.collectives or tuple(_inserted(self.lowered.compile().as_text(), self.mesh))
 
     def first_for(self, missing: Sequence[int]) -> tuple[int, Sent] | None:
-        """The first collective, with its number, that needs one of these processes."""
+        """Returns the first collective that needs one of these processes, and its number."""
         numbered = enumerate(self.sends, 1)
         return next((found for found in numbered if self._needs(found[1], missing)), None)
 
@@ -92,14 +90,14 @@ class TracedProgram:
 
 
 def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
-    """Traces a function, as calling it would: that is not done again then."""
+    """Traces a function; a later call reuses the trace."""
     return traced_by_jax(jitted.trace(*args, **kwargs))
 
 
 def program_of(
     name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedProgram:
-    """Lowers what was traced, as calling it would: that is not done again then."""
+    """Lowers a trace; a later call reuses it."""
     lowered = found.lower()
     return TracedProgram(
         name=name,
@@ -121,7 +119,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
 
 
 def _place(keys: Sequence[Any]) -> str:
-    """As in `argument 0['w']`, or `mask`."""
+    """Returns a place such as `argument 0['w']` or `mask`."""
     (kind, first, *rest) = (str(key) for key in keys)
     if kind == "[1]":
         return first.strip("[']") + "".join(rest)
@@ -149,7 +147,7 @@ def _collectives(jaxpr: core.Jaxpr, is_conditional: bool = False) -> Iterator[Se
 
 
 def _inserted(text: str, mesh: Mesh | None) -> Iterator[Sent]:
-    """The collectives of a compiled program, in the order in which they start."""
+    """Yields the collectives of a compiled program by their starts."""
     module, sources = read(text), Sources(text)
     instructions = {i.name: i for c in module.hlo.computations.values() for i in c.instructions}
 
@@ -172,7 +170,6 @@ def _inserted(text: str, mesh: Mesh | None) -> Iterator[Sent]:
 def first_difference(
     one: int, ours: Mapping[str, Any], other: int, theirs: Mapping[str, Any]
 ) -> str:
-    """The first thing in which two programs differ, that of both processes."""
     for kind, what in (("arguments", ""), ("collectives", "collective "), ("operations", "line ")):
         mine, others = ours[kind], theirs[kind]
         pairs = zip(_padded(mine, others), _padded(others, mine), strict=True)
@@ -185,7 +182,7 @@ def first_difference(
 
 
 def _around_difference(*texts: str) -> list[str]:
-    """Long texts from shortly before the place where they differ, and not to their ends."""
+    """Cuts long texts around their first difference."""
     place = next(
         (n for n, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1),
         min(map(len, texts)),

@@ -1,4 +1,4 @@
-"""Where processes meet over sockets of their own, before any collective: roll call, comparison."""
+"""Connects processes over sockets before any collective, for roll call and comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpar.tools.processes.messages import read, write
 
 @dataclass
 class _Meeting:
-    """Where `agree` and `guard` find process 0."""
+    """The place where `agree` and `guard` find process 0."""
 
     host: str = ""  # of process 0; empty until processes have met
     ports: dict[str, int] = field(default_factory=dict[str, int])
@@ -29,17 +29,15 @@ class _Meeting:
     listeners: dict[str, socket.socket] = field(default_factory=dict[str, socket.socket])
 
     def open(self, host: str) -> None:
-        """Process 0: listens for both."""
+        """Listens for both, on process 0."""
         self.host, self.token = host, secrets.token_hex(16)
         self.listeners = {name: socket.create_server(("", 0)) for name in ("agree", "guard")}
         self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}
 
     def told(self) -> dict[str, Any]:
-        """What the others must know."""
         return {"host": self.host, "ports": self.ports, "token": self.token}
 
     def hear(self, told: dict[str, Any]) -> None:
-        """The others: takes it down."""
         self.host, self.ports, self.token = told["host"], told["ports"], told["token"]
 
 
@@ -47,12 +45,11 @@ _meeting = _Meeting()
 
 
 def met() -> bool:
-    """Whether this process knows where process 0 listens."""
     return bool(_meeting.host)
 
 
 def arrange() -> None:
-    """Agrees on a place to meet where no address was given: by the first collective of all."""
+    """Shares the place to meet by a first collective, without a given address."""
     told = np.zeros(256, np.uint8)
     if jax.process_index() == 0:
         _meeting.open(socket.getfqdn())
@@ -63,22 +60,21 @@ def arrange() -> None:
 
 
 def board_listener() -> socket.socket:
-    """Process 0: where the others' guards report."""
+    """Returns the socket for guards' reports, on process 0."""
     return _meeting.listeners["guard"]
 
 
 def board_address() -> tuple[str, int]:
-    """The others: where their guards report."""
+    """Returns the address for guards' reports, on the others."""
     return _meeting.host, _meeting.ports["guard"]
 
 
 def token() -> str:
-    """What tells messages of ours from others."""
     return _meeting.token
 
 
 def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -> None:
-    """Waits for all processes at the coordinator's address, which JAX takes over then.
+    """Waits for all processes at the coordinator's address, before JAX takes it over.
 
     Process 0 tells the others where `agree` and `guard` will find it.
     """
@@ -104,7 +100,7 @@ def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
 
 
 def compare(texts: dict[str, list[str]], seconds: float) -> None:
-    """Raises in all processes if the texts of one of them are others."""
+    """Raises an error in all processes if a text differs in one."""
     if not met():
         arrange()
     if jax.process_index() == 0:
@@ -114,7 +110,7 @@ def compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 
 def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
-    """Process 0: hears all others, asks those that differ for their text, and tells everyone."""
+    """Compares digests on process 0, asks for a text that differs, and tells all."""
     own = {name: _digest(lines) for name, lines in texts.items()}
     others = set(range(1, jax.process_count()))
     present = _accept(
@@ -139,7 +135,6 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 
 def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
-    """The others."""
     peer = connect((_meeting.host, _meeting.ports["agree"]), seconds)
     digests = {name: _digest(lines) for name, lines in texts.items()}
     write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
@@ -167,7 +162,6 @@ def _accept(
     seconds: float,
     known: Callable[[dict[str, Any]], bool],
 ) -> dict[int, tuple[socket.socket, dict[str, Any]]]:
-    """Connections of all these processes, with their first messages; or says who is missing."""
     end = time.monotonic() + seconds
     present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
     while wanted - set(present):
@@ -197,7 +191,7 @@ def _accept(
 
 
 def connect(address: tuple[str, int], seconds: float) -> socket.socket:
-    """A connection to process 0, which may not be there yet."""
+    """Connects to process 0, which may not listen yet."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -210,13 +204,12 @@ def connect(address: tuple[str, int], seconds: float) -> socket.socket:
                 ) from None
             time.sleep(0.1)
             continue
-        # Process 0 waits for others as long, and says who is missing: wait longer for its answer.
+        # Process 0 waits as long for others before it says who is missing, so wait longer for it.
         peer.settimeout(seconds + 5)
         return peer
 
 
 def _difference(name: str, rank: int, ours: list[str] | None, theirs: list[str] | None) -> str:
-    """Both sides of the first line that differs."""
     if ours is None or theirs is None:
         has, lacks = (rank, 0) if ours is None else (0, rank)
         return f"process {has} compares {name!r}, and process {lacks} does not"
@@ -240,7 +233,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """As in `process 3` and `processes 1, 2, 5-63`."""
+    """Returns text such as `process 3` or `processes 1, 2, 5-63`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

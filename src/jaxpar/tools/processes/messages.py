@@ -1,4 +1,4 @@
-"""Messages over sockets: JSON behind its length."""
+"""Messages over sockets: JSON after its length."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def write(peer: socket.socket, message: Any) -> None:
-    """Sends a message; to a side that is gone nothing."""
+    """Sends a message, if the other side is still there."""
     data = json.dumps(message).encode()
     with suppress(OSError):  # the other side reports its end
         peer.sendall(struct.pack("!Q", len(data)) + data)
 
 
 def read(peer: socket.socket) -> dict[str, Any]:
-    """Waits for a message, as long as the socket does."""
+    """Waits for a message, for the socket's timeout."""
     (size,) = struct.unpack("!Q", _receive(peer, 8))
     if size > 1 << 30:
         raise ConnectionError("no message of ours")

@@ -1,4 +1,4 @@
-"""The words of a guard: who is where, and what the others wait for."""
+"""The text of a guard."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ States = Sequence[Mapping[str, Any]]
 def report(
     rank: int, count: int, trouble: Mapping[str, Any], states: States, call: GuardedCall | None
 ) -> None:
-    """Prints who is where; then, where it is known, the collective that is waited in.
+    """Prints where every process is, then the collective that is waited in, if known.
 
-    The program may have to be read for that, which takes a while: another thread does it.
+    Another thread finds the collective, which takes a while.
     """
-    is_alone = trouble["kind"] == "alone"  # process 0 is gone: nothing is known of the others
+    is_alone = trouble["kind"] == "alone"  # process 0 is gone, so nothing is known of the others
     asked = range(0 if is_alone else count)
     _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
     if call is None or call.program is None or trouble["kind"] == "programs":
@@ -41,7 +41,7 @@ def report(
 
 
 def _say(rank: int, lines: Sequence[str]) -> None:
-    """In one piece: the words of several processes may go to one terminal."""
+    """Prints in one piece, because processes may share a terminal."""
     text = "\n".join(lines)
     sys.stderr.write(f"jaxpar.guard: process {rank}: {text}\n")
     sys.stderr.flush()
@@ -64,7 +64,6 @@ def _say_where(
 
 
 def _who_is_where(states: States, asked: Iterable[int]) -> Iterator[str]:
-    """A line for each place, with the processes that are there."""
     places: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for state in states:
         places[_place(state)].append(state)
@@ -84,7 +83,7 @@ def _seconds(state: Mapping[str, Any]) -> float:
 
 
 def _place(state: Mapping[str, Any]) -> str:
-    """Where a process is; its seconds are left open, so that equal places are equal."""
+    """Returns where a process is, with open seconds, so that equal places are equal."""
     at = f"; Python is at {state['where']}" if state["where"] else ""
     after = f", after {state['raised']}" if state["raised"] else ""
     if state["ended"]:

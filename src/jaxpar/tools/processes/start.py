@@ -1,4 +1,4 @@
-"""The start of programs of several processes: who is there, before JAX waits for them."""
+"""Starts programs of several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxpar.tools.private_names import (
 from jaxpar.tools.processes.describe import Description, describe
 from jaxpar.tools.processes.meeting import call_roll
 
-# What says that a launcher or a cloud knows the other processes, as jax.distributed reads it.
+# Variables by which jax.distributed sees that a launcher or a cloud knows the processes.
 _LAUNCHERS = (
     *("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_NAME"),
     *("TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS"),
@@ -35,26 +35,26 @@ def initialize(
     timeout_s: Number = 300,
     **more: Any,
 ) -> Description:
-    """Connects the processes of a program; may be called twice, and in a process that is alone.
+    """Connects the processes of a program; may be called twice, or by a single process.
 
     Wraps `jax.distributed.initialize`, which knows Slurm, Open MPI, Kubernetes and TPU pods without
-    arguments. Where nothing tells of other processes, nothing is done. With an address, the
-    processes call the roll first: JAX ends a process whose companions do not come.
+    arguments. Without any sign of other processes it does nothing. With an address, the processes
+    first wait for each other, because JAX ends a process whose companions do not come.
 
     Args:
       coordinator_address: `"host:port"` of process 0, the same in all processes.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
+      num_processes: their number.
+      process_id: the number of this process, from 0.
       timeout_s: seconds to wait for the others.
       more: as for `jax.distributed.initialize`.
 
     Returns:
-      What there is now: `describe()`.
+      The `describe()` of afterwards.
 
     Raises:
-      TimeoutError: processes that did not come, by their numbers.
+      TimeoutError: missing processes, by number.
       ValueError: an address without the numbers, or the reverse; a number out of range.
-      RuntimeError: arrays were made before, when it is too late.
+      RuntimeError: arrays were made or devices were listed before.
 
     Example:
       >>> initialize().processes  # alone

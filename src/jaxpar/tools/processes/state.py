@@ -1,4 +1,4 @@
-"""Where a process is in its guarded calls, as it says itself and as the board knows it."""
+"""The state of a process in its guarded calls."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from dataclasses import dataclass
 from typing import Any
 
 BEAT = 0.5  # seconds between two reports of a process
-SILENT = 4 * BEAT  # after which a process counts as one that does not answer
-MAKING = ("tracing", "compiling")  # what a process does before it runs a program
+SILENT = 4 * BEAT  # after which a process counts as not answering
+MAKING = ("tracing", "compiling")  # before a process runs a program
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Where one process is, as it says itself.
+    """The state of one process, as it reports it.
 
     Attributes:
-      rank: which process.
-      entered: how many guarded calls it has begun; they are numbered from 1.
-      known: up to which of them it has said what it runs.
-      done: up to which of them nothing is left to wait for.
-      number: of the call that it is in, or was in last.
+      rank: its number.
+      entered: guarded calls that it has begun, numbered from 1.
+      known: the last call whose program it has reported.
+      done: the last call that nothing is left to wait for.
+      number: of its current or last call.
       name: of that call.
-      first: number of the call that it waits for; 0: there is nothing to wait for.
+      first: number of the call that it waits for, or 0.
       first_name: of that call.
-      doing: what it does in there: `"python"`, `"tracing"`, `"comparing"`, `"compiling"`,
-        `"running"`; `"nothing"` outside.
-      doing_s: for how many seconds.
-      waiting_s: seconds since anything of its calls was done; None: there is nothing to wait for,
-        or it traces or compiles itself.
-      timeout_s: that it may wait.
-      where: the line of the user's that its Python is at.
-      raised: the error with which its last call ended.
-      compiled: the functions that were compiled in its call.
-      runs: calls from which on it runs another program than before: number, name, digest.
-      ended: whether the process has ended by itself.
+      doing: `"python"`, `"tracing"`, `"comparing"`, `"compiling"` or `"running"`; `"nothing"`
+        outside.
+      doing_s: seconds of that.
+      waiting_s: seconds without progress; None if it waits for nothing, traces or compiles.
+      timeout_s: limit of `waiting_s`.
+      where: the user's line of its Python.
+      raised: the error of its last call.
+      compiled: functions compiled in its call.
+      runs: number, name and digest of each call with a new program.
+      ended: whether it has ended by itself.
     """
 
     rank: int
@@ -57,13 +56,12 @@ class ProcessState:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ProcessState:
-        """From what JSON makes of one."""
         runs = tuple((call, name, digest) for call, name, digest in said["runs"])
         fields: dict[str, Any] = {**said, "runs": runs, "compiled": tuple(said["compiled"])}
         return cls(**fields)
 
     def run_of(self, call: int) -> tuple[str, str] | None:
-        """Name and digest of what it ran in a call; None: it has not said so, or long ago."""
+        """Returns name and digest of a call's program; None if unknown or too old."""
         if call > self.known:
             return None
         found = [(name, digest) for begun, name, digest in self.runs if begun <= call]
@@ -72,20 +70,17 @@ class ProcessState:
 
 @dataclass
 class KnownProcess:
-    """A process as the board knows it."""
-
     state: ProcessState
-    at: float  # when it said so
+    at: float  # when it reported
     gone: float | None = None  # when its connection was lost
 
     @property
     def is_out(self) -> bool:
-        """Whether it will say nothing more."""
         return self.state.ended or self.gone is not None
 
 
 def absent(states: Sequence[Mapping[str, Any]], count: int, call: int) -> list[int]:
-    """The processes that are not in a call with all that it needs of them."""
+    """Returns the processes that a call still waits for."""
     there = [
         state["rank"]
         for state in states

@@ -1,4 +1,4 @@
-"""Values as text, the same text in every process for equal values."""
+"""Values as text, the same in every process for equal values."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from jaxpar.layout import Layout, LayoutMap
 
-FEW = 16  # numbers of an array that are written out; more are a digest
+FEW = 16  # numbers of an array that is written out; more become a digest
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
 
 Lines = Iterator[str]
 
 
 def lines_of(value: Any) -> list[str]:
-    """A value as text: its contents, line by line, each with its path.
+    """Returns a value's contents, each line with its path.
 
-    The text depends neither on addresses in memory nor on the order of a set.
+    The text depends neither on addresses nor on the order of a set.
     """
     if isinstance(value, str):
         return value.splitlines()
     try:
         return list(_Writer({}).lines("", value))
-    except RecursionError:  # a list of objects each of which holds the next one, say
+    except RecursionError:  # such as a long chain of objects
         return [_printed(value)]
 
 
 class _Writer:
-    """One value's text; remembers what it has seen, as objects may hold themselves."""
+    """Writes one value; remembers objects, which may contain themselves."""
 
     def __init__(self, seen: dict[int, tuple[str, Any]]) -> None:
-        self.seen = seen  # the place by id, which stays unique while the object is held here
+        self.seen = seen  # paths by id, which stays unique while the object is held here
 
     def lines(self, path: str, value: Any) -> Lines:
-        """The lines of a part of it."""
         if isinstance(value, _ATOMS):
             yield _line(path, repr(value))
         elif (written := _of_jax(value)) is not None:
@@ -57,11 +56,10 @@ class _Writer:
             yield from self._noted(path, value)
 
     def _noted(self, path: str, value: Any) -> Lines:
-        """The lines of what may hold itself."""
         self.seen[id(value)] = path, value
         yield from self._compound(path, value)
-        # Equal containers may be one object here and two elsewhere; functions and objects, of
-        # which there are large webs, are written once.
+        # Equal containers may be one object here and two elsewhere, so each is written. Functions
+        # and objects form large webs, so they are written once.
         if isinstance(value, dict | list | tuple | set | frozenset):
             del self.seen[id(value)]
 
@@ -70,7 +68,7 @@ class _Writer:
             yield from self._mapping(path, value)
         elif isinstance(value, set | frozenset):
             yield _line(path, f"{_name(type(value))} of {len(value)}")
-            # Each as if it were the first: their order is another in each process.
+            # Each as if it were the first, because their order differs by process.
             each = (_Writer(dict(self.seen)).lines(f"{path} has", x) for x in value)
             yield from chain.from_iterable(sorted(map(list, each)))
         elif isinstance(value, tuple) and (names := getattr(value, "_fields", None)) is not None:
@@ -103,10 +101,10 @@ class _Writer:
             yield from self.lines(f"{path}/{name}" if path else str(name), part)
 
     def _object(self, path: str, value: Any) -> Lines:
-        """What would be pickled of an object; its repr if it cannot be pickled."""
+        """Yields what would be pickled of an object, or its repr."""
         try:
             made: Any = value.__reduce_ex__(4)
-        except Exception:  # of any class of a user's
+        except Exception:  # any error of a user's class
             made = _printed(value)
         if isinstance(made, str):  # or the name of a global
             yield _line(path, made)
@@ -114,7 +112,7 @@ class _Writer:
         parts: Any = (*made, None, None, None)
         call, args, state, items, entries = parts[:5]
         yield _line(path, _name(type(value)))
-        if len(args) != 1 or args[0] is not type(value):  # not of its class alone, as most are
+        if len(args) != 1 or args[0] is not type(value):  # most are made from their class alone
             yield from self._parts(path, [("made by", call), ("of", args)])
         if isinstance(state, dict):
             of_class = functools.partial(getattr, type(value))
@@ -130,7 +128,7 @@ class _Writer:
         yield from self._mapping(path, dict(entries)) if entries else ()
 
     def _array(self, path: str, x: Any) -> Lines:
-        """Dtype, shape and sharding; and the numbers, if this process has all of them."""
+        """Yields dtype, shape and sharding, and the numbers if all are here."""
         sharding = getattr(x, "sharding", None)
         spec = getattr(sharding, "spec", "")
         yield _line(path, f"{x.dtype}{list(x.shape)} {spec}")
@@ -150,7 +148,7 @@ class _Writer:
 
 
 def _of_jax(value: Any) -> Iterable[str] | None:
-    """The lines of meshes, layouts, shardings, programs and shapes; None for all else."""
+    """Returns the lines of meshes, layouts, shardings, programs and shapes, or None."""
     match value:
         case type():
             return None
@@ -189,14 +187,14 @@ def _layout(layout: Layout) -> Lines:
 def _numbers(x: np.ndarray) -> str:
     if x.size <= FEW:
         return f"values {x.tolist()}"
-    # NaN is NaN, whatever its bits.
+    # All NaNs are equal, whatever their bits.
     if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
         x = np.where(np.isnan(x), np.array(np.nan, x.dtype), x)
     return f"values of digest {sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]}"
 
 
 def _function(value: Any) -> dict[str, Any] | None:
-    """What the result of a function depends on; None for other callable objects."""
+    """Returns what a function's result depends on; None for other callables."""
     match value:
         case functools.partial():
             return {"of": value.func, "arguments": value.args, "keywords": value.keywords}
@@ -210,7 +208,7 @@ def _function(value: Any) -> dict[str, Any] | None:
             }
         case jax.custom_vjp() | jax.custom_jvp():
             return {name: x for name, x in vars(value).items() if not name.startswith("__")}
-        case _ if hasattr(value, "__wrapped__"):  # of jit, say
+        case _ if hasattr(value, "__wrapped__"):  # such as jit's
             return {"wraps": value.__wrapped__}
         case _:
             return None
@@ -221,26 +219,24 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # empty still
+        except ValueError:  # still empty
             found.append("unset")
     return found
 
 
 def _code(code: types.CodeType) -> dict[str, Any]:
-    """The code of a function, without its lines and files."""
+    """Returns a function's code without lines and files."""
     constants = [_code(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
     names = code.co_names, code.co_varnames, code.co_argcount, code.co_flags
     return {"code": sha256(code.co_code).hexdigest()[:16], "names": names, "constants": constants}
 
 
 def _owner(value: Any) -> list[tuple[str, Any]]:
-    """Of a method of an object that is compiled, the object."""
     owner = getattr(value, "__self__", None)
     return [] if owner is None or isinstance(owner, types.ModuleType) else [("self", owner)]
 
 
 def _name(value: Any) -> str:
-    """The module and the name of a class or a function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     module = getattr(value, "__module__", None)
     if name is None:
@@ -253,7 +249,7 @@ def _key(key: Any) -> str:
 
 
 def _printed(value: Any) -> str:
-    """The repr of an object, without its address."""
+    """Returns an object's repr without its address."""
     return re.sub(r"\b0x[0-9a-f]{6,}", "...", repr(value))
 
 

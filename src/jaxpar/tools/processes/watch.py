@@ -1,4 +1,4 @@
-"""What one process knows of its own guarded calls, and the thread that reports it."""
+"""The guarded calls of this process, and the thread that reports them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from jaxpar.tools.processes.report import report
 from jaxpar.tools.processes.state import BEAT, ProcessState
 from jaxpar.tools.program.sources import Line, own_line
 
-HASTE = 0.02  # while the process waits for an answer
-_MOST_RUNS = 64  # changes of the program that are told
+HASTE = 0.02  # seconds between reports while the process waits
+_MOST_RUNS = 64  # changes of the program that are reported
 
-# What JAX's monitoring calls the ends of the steps to a compiled program, and what comes next.
+# JAX's monitoring events at the ends of compilation steps, and the step that follows.
 _NEXT = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "compiling",
@@ -46,14 +46,12 @@ _NEXT = {
 
 
 class Watch:
-    """The guarded calls of this process, and its thread."""
-
     def __init__(self) -> None:
         self.rank = 0
         self.count = 1
         self.entered = self.known = self.agreed = 0
-        self.active: list[GuardedCall] = []  # within each other, the innermost last
-        self.pending: deque[GuardedCall] = deque()  # left, and their results not computed yet
+        self.active: list[GuardedCall] = []  # nested, the innermost last
+        self.pending: deque[GuardedCall] = deque()  # left, with results not computed yet
         self.last: GuardedCall | None = None
         self.progress = monotonic()
         self.raised = ""
@@ -66,15 +64,14 @@ class Watch:
         self._bell, self._ear = socket.socketpair()  # to wake its thread
         self._answered = Event()
         self._wanted: str | None = None
-        self._peer: socket.socket | None = None  # to process 0, which says nothing unasked
+        self._peer: socket.socket | None = None  # to process 0, which only answers
         self._main = get_ident()
 
-    # -- of the thread of the calls ---------------------------------------------------------------
+    # -- in the thread of the calls ---------------------------------------------------------------
 
     def enter(
         self, name: str, limit: float, exit_code: int | None, is_jitted: bool = False
     ) -> GuardedCall:
-        """Begins a call."""
         self.start()
         self.entered += 1
         call = GuardedCall(self.entered, name, limit, exit_code, self, is_jitted)
@@ -87,14 +84,13 @@ class Watch:
         return call
 
     def know(self, call: GuardedCall, digest: str) -> None:
-        """Takes down what a call runs."""
         if not self.runs or self.runs[-1][1:] != (call.name, digest):
             self.runs.append((call.number, call.name, digest))
             del self.runs[:-_MOST_RUNS]
         self.known = call.number
 
     def wait_agreed(self, number: int) -> None:
-        """Waits until all processes have come to a call with equal programs."""
+        """Waits until all processes have reached a call with equal programs."""
         while self.count > 1 and self.agreed < number:
             self._answered.clear()
             self._bell.send(b".")
@@ -107,7 +103,7 @@ class Watch:
                     )
 
     def leave(self, call: GuardedCall, raised: BaseException | None) -> None:
-        """Ends a call; what it has computed may not be there yet."""
+        """Ends a call, whose results may not be computed yet."""
         self.active.remove(call)
         if raised is not None:
             self.raised = f"{type(raised).__name__} in call {call.number} of {call.name!r}"
@@ -118,13 +114,13 @@ class Watch:
         else:
             call.do("running")
             self.pending.append(call)
-            self._settle()  # before more results are held than the device works on
+            self._settle()  # holds no more results than the device works on
         if raised is None:
             self.raised = ""
 
     def _ask_why(self, raised: BaseException, call: GuardedCall) -> None:
-        """Notes at an error what is wrong with others; that one is gone is seen a moment later."""
-        # Of a program that runs, jaxlib raises a ValueError where the connection to one is lost.
+        """Adds to an error what is wrong with others, which shows a moment later."""
+        # While a program runs, jaxlib raises a ValueError if a connection is lost.
         is_lost = isinstance(raised, ValueError) and call.is_jitted and call.doing == "running"
         if self.count == 1 or not (is_lost or isinstance(raised, jax.errors.JaxRuntimeError)):
             return
@@ -137,17 +133,17 @@ class Watch:
         if self.trouble and self.trouble["what"] not in str(raised):
             raised.add_note(f"jaxpar.guard: {self.trouble['what']}")
 
-    # -- of its own thread ------------------------------------------------------------------------
+    # -- in its own thread ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread, once; alone, or where processes have met, without waiting."""
+        """Starts the thread once; waits only if processes have not met."""
         if self._started:
             return
         self._started = True
         self.rank, self.count = jax.process_index(), jax.process_count()
         jax.monitoring.register_event_duration_secs_listener(self._compiles)
         if self.count > 1 and not met():
-            # The first collective of all: without a board nobody can say who does not come.
+            # This is the first collective. Without a board nobody can say who is missing.
             arrange()
         Thread(target=self._report, name="jaxpar.guard", daemon=True).start()
 
@@ -184,7 +180,7 @@ class Watch:
                 self._tell(answer["states"])
 
     def _exchange(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """How what this process says comes to the board, and the answer back."""
+        """Returns a function that sends a report and returns the board's answer."""
         if self.rank == 0:
             board = Board(self.count)
             if self.count > 1:
@@ -201,21 +197,19 @@ class Watch:
         return exchange
 
     def _bye(self) -> None:
-        """At the end of the process: says so, and goes on while JAX waits for the others."""
-        for self._ended in (False, True):  # if process 0 is gone by then, that is an error
+        """Reports the end, and goes on while JAX waits for the others."""
+        for self._ended in (False, True):  # in the first round, a lost process 0 is an error
             self._answered.clear()
             self._bell.send(b".")
             self._answered.wait(1)
 
     def _settle(self) -> None:
-        """Takes down which results have been computed since."""
         with self._settling:
             while self.pending and _is_computed(self.pending[0].result):
                 self.pending.popleft()
                 self.progress = monotonic()
 
     def state(self) -> ProcessState:
-        """Where this process is."""
         now = monotonic()
         call = self.active[-1] if self.active else None
         first = self.pending[0] if self.pending else call
@@ -252,12 +246,12 @@ class Watch:
         call = self.pending[0] if self.pending else self.active[-1] if self.active else None
         report(self.rank, self.count, self.trouble, states, call)
         if self.last is not None and self.last.exit_code is not None:
-            # The others say it, too, of whom process 0 must not take the board.
+            # The others print it too, so process 0 must keep the board until then.
             sleep(2 * BEAT + 2 * BEAT * (self.rank == 0))
             os._exit(self.last.exit_code)
 
     def _alone(self) -> None:
-        """Process 0, which has the board, is gone; at the end of the program that is its right."""
+        """Tells that process 0 with the board is gone, except at the program's end."""
         self._settle()
         self.trouble = {
             "kind": "alone",
@@ -277,12 +271,12 @@ def _is_computed(result: Any) -> bool:
 
 
 def _line_of(thread: int) -> Line | None:
-    """The line of the user's that a thread is at."""
+    """Returns the user's line that a thread is at."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     lines: list[Line] = []
     while frame is not None:
         code = frame.f_code
-        number = frame.f_lineno or code.co_firstlineno  # between two lines it has none
+        number = frame.f_lineno or code.co_firstlineno  # None between two lines
         lines.append(Line(code.co_filename, number, code.co_name))
         frame = frame.f_back
     return own_line(lines)
@@ -290,5 +284,4 @@ def _line_of(thread: int) -> Line | None:
 
 @cache
 def watch() -> Watch:
-    """The one of this process."""
     return Watch()

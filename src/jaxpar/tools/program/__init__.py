@@ -1,1 +1,1 @@
-"""A compiled program as text and as operations, without a clock."""
+"""A compiled program as text and operations, without times."""

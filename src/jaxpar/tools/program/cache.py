@@ -1,4 +1,4 @@
-"""What compilers made of programs, kept on disk: a second call need not compile again."""
+"""Compiled programs on disk."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from jaxpar.tools.private_names import versions, written
 from jaxpar.tools.timeline.target import Target
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
-MOST_BYTES = 2**30  # of all files in a folder; those that were used last stay
-_FORM = 1  # of what is kept; another number makes old files useless
-_ABANDONED_S = 24 * 3600  # a half-written file that is older is nobody's any more
+MOST_BYTES = 2**30  # of all files in a folder; the last used stay
+_FORM = 1  # of a saved program; a new number makes old files useless
+_ABANDONED_S = 24 * 3600  # an older half-written file has no writer any more
 
 
 def default_folder() -> Path:
-    """Where the commands keep programs: `jaxpar` in the user's folder for caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"
 
 
-# Where a line of these tools stands in a program's text: they call what is compiled.
+# Lines of these tools in a program's text: they call the compiled function.
 _OWN_LINES = re.compile(r'(loc\("[^"]*\bjaxpar/tools/[^"]*"):\d+:\d+(?: to \d*:\d+)?')
 
 
 def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
-    """Names a program: its text with its lines, its devices, its options and the compilers.
+    """Returns a key of a program's text with lines, devices, options and compilers.
 
-    Two programs of one key compile to the same text, but for lines of these tools: who changes the
-    model of a chip need not compile again.
+    Lines of these tools do not count: a new model of a chip needs no new compilation.
     """
     parts = [
         _FORM,
@@ -53,7 +51,7 @@ def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
 
 
 def kept(folder: Path, key: str) -> dict[str, Any] | None:
-    """What was kept under a key; None if nothing was, or what is there is damaged."""
+    """Returns the program under a key; None if it is missing or damaged."""
     path = _path(folder, key)
     try:
         with gzip.open(path, "rt") as file:
@@ -62,13 +60,12 @@ def kept(folder: Path, key: str) -> dict[str, Any] | None:
         return None
     if not _is_program(found):
         return None
-    with suppress(OSError):  # a folder of somebody else's, or a file that is being deleted
+    with suppress(OSError):  # another user's folder, or a file that is being deleted
         os.utime(path)
     return found
 
 
 def _is_program(found: Any) -> bool:
-    """Whether it is what `keep` writes."""
     sizes = {"arguments", "outputs", "temporaries", "aliased", "peak"}
     match found:
         case {"text": str(), "memory": dict(memory)}:
@@ -78,10 +75,7 @@ def _is_program(found: Any) -> bool:
 
 
 def keep(folder: Path, key: str, text: str, memory: Any) -> None:
-    """Keeps a compiled program, and deletes those that were not used for the longest time.
-
-    A folder that cannot be written keeps nothing, silently.
-    """
+    """Saves a program if the folder can be written, and deletes the longest unused ones."""
     path = _path(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,10 +87,10 @@ def keep(folder: Path, key: str, text: str, memory: Any) -> None:
 
 
 def _forget(folder: Path, newest: Path) -> None:
-    """Deletes what is beyond `MOST_BYTES`, and what a process that was killed left half-written.
+    """Deletes files beyond `MOST_BYTES`, and abandoned half-written ones.
 
-    Others may read, write and delete in the folder meanwhile. Who reads a file that is deleted has
-    it still, or finds nothing and compiles.
+    Other processes may use the folder meanwhile: a reader of a deleted file still has it, or
+    compiles.
     """
     total, now = 0, time.time()
     for used, size, path in sorted(_files(folder), reverse=True):
@@ -111,7 +105,6 @@ def _forget(folder: Path, newest: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each file of a folder was used, and its bytes."""
     for path in folder.glob("*.json*.gz"):
         with suppress(OSError):
             stat = path.stat()

@@ -1,4 +1,4 @@
-"""Arrays in a traced program that do not depend on its arguments."""
+"""Arrays of a traced program that do not depend on its arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,22 +11,19 @@ from jax.extend import core
 Atom = core.Var | core.Literal
 Known = Mapping[core.Var, np.ndarray]
 
-MOST = 1 << 16  # numbers of an array that is looked at: what says which blocks run is small
+MOST = 1 << 16  # numbers of an array that is read: masks of blocks are small
 _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "pvary", "sharding_constraint"}
 
 
 def value_of(atom: Atom, known: Known) -> np.ndarray | None:
-    """The array that an operand is, None if that depends on the program's arguments."""
+    """Returns an operand's array; None if it depends on the program's arguments."""
     if isinstance(atom, core.Literal):
         return _as_array(atom.val)
     return known.get(atom)
 
 
 def _as_array(value: Any) -> np.ndarray | None:
-    """A small array of numbers; None for a large one, and for keys of random numbers.
-
-    Also for what an outer trace knows alone, as kernels may have among their constants.
-    """
+    """Returns a small array of numbers; None for large ones, random keys and tracers."""
     if isinstance(value, Tracer):
         return None
     dtype = getattr(value, "dtype", None)
@@ -36,7 +33,7 @@ def _as_array(value: Any) -> np.ndarray | None:
 
 
 def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
-    """A jaxpr without its constants, and the small ones of them."""
+    """Returns a jaxpr without its constants, and the small ones of them."""
     # From jax 0.12 on a ClosedJaxpr is a Jaxpr.
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     consts = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
@@ -45,7 +42,7 @@ def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
 
 
 def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
-    """What is known of a jaxpr's variables, with what its equations only hand on."""
+    """Returns the known variables, also those that equations only pass on."""
     found = dict(known)
     for eqn in jaxpr.eqns:
         asked = [value_of(atom, found) for atom in eqn.invars]
@@ -69,21 +66,21 @@ def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
 
 
 def bodies(eqn: core.JaxprEqn, known: Known) -> list[tuple[core.Jaxpr, Known]]:
-    """The jaxprs in an equation's parameters, each with what is known of its variables."""
+    """Returns an equation's inner jaxprs, each with its known variables."""
     leaves = jax.tree.leaves(list(eqn.params.values()))
     found = [opened(leaf) for leaf in leaves if isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)]
     return [(inner, {**own, **_handed(eqn, inner, known)}) for inner, own in found]
 
 
 def _handed(eqn: core.JaxprEqn, inner: core.Jaxpr, known: Known) -> Known:
-    """What an inner jaxpr is handed of what is known, where it has the same shape inside."""
+    """Returns the known variables of an inner jaxpr that have the same shape outside."""
     name = eqn.primitive.name
     given = eqn.invars[1:] if name == "cond" else eqn.invars
     if name == "while" or len(given) != len(inner.invars):
         return {}
     pairs = list(zip(given, inner.invars, strict=True))
     if name == "scan":
-        # What it carries changes; which of its operands that is, is told by the shapes alone.
+        # Its carry changes. Only the shapes tell which operands are its carry.
         stacked = sum(_shape(outer) != _shape(var) for outer, var in pairs)
         outs = zip(eqn.outvars, inner.outvars, strict=True)
         carried = sum(_shape(outer) == _shape(var) for outer, var in outs)

@@ -1,4 +1,4 @@
-"""What an instruction computes and what it sends, as far as no chip has to be known for that."""
+"""The computation and the messages of an instruction, without a chip's figures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxpar.tools.program.kernels import Kernel
 from jaxpar.tools.program.traffic import moved_by
 
 Shapes = tuple[tuple[int, ...], ...]
-Kernels = Mapping[tuple[Shapes, Shapes], Kernel]  # by the shapes of operands and results
+Kernels = Mapping[tuple[Shapes, Shapes], Kernel]  # by shapes of operands and results
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),
@@ -30,7 +30,7 @@ _OUT_OF_ORDER = {
     *("custom-call", "fft", "gather", "rng", "rng-bit-generator", "scatter", "sort"),
     *("select-and-scatter", "triangular-solve", "cholesky"),
 }
-_NARROWED = 2.0  # bytes of a number whose products a kernel's FLOPs are counted in
+_NARROWED = 2.0  # bytes of a number, for FLOPs of a kernel
 _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
     *("ragged-all-to-all", "reduce-scatter"),
@@ -39,65 +39,61 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product whose FLOPs are known."""
-
     flops: float
-    width: float  # bytes of a number: wide ones are multiplied more slowly
-    sizes: tuple[int, ...] = ()  # [b, m, n, k]; of a kernel they are not known
-    dtypes: str = ""  # of operands and result, as in bf16xbf16->f32
-    is_aligned: bool = True  # rows of its arrays are whole 16 bytes
-    # Of a grouped matmul: the rows of its operand, of which data say how many are in use, and what
-    # is multiplied once more for a second group, as a share of the rows.
+    width: float  # bytes of a number: wide ones are slower
+    sizes: tuple[int, ...] = ()  # [b, m, n, k]; unknown for a kernel
+    dtypes: str = ""  # of operands and result, as bf16xbf16->f32
+    is_aligned: bool = True  # rows of its arrays are multiples of 16 bytes
+    # For a grouped matmul: its operand's rows (data decide how many are used), and the share of
+    # them that is multiplied once more for a second group.
     rows: int = 0
     twice: float = 0.0
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What an instruction asks of the compute units and of the memory; by default nothing."""
+    """An instruction's use of compute units and memory."""
 
-    cycles: int | None = None  # as the TPU compiler estimates them
+    cycles: int | None = None  # estimated by the TPU compiler
     matmuls: tuple[Matmul, ...] = ()
     moved: int = 0  # bytes read and written
-    in_vmem: int = 0  # those of them that HBM has nothing to do with
-    elements: int = 0  # numbers read and written; of none known, of 32 bits each
-    is_matmul: bool = False  # also where the FLOPs are known to the compiler alone
-    is_streamed: bool = True  # elements are taken in the order in which they lie
-    is_unknown: bool = False  # of a kernel that nobody says anything of: its bytes at least
-    on_vectors: float = 0.0  # numbers that a kernel's vector operations result in
+    in_vmem: int = 0  # the part of them that does not touch HBM
+    elements: int = 0  # numbers read and written; if 0, of 32 bits each
+    is_matmul: bool = False  # also if only the compiler knows the FLOPs
+    is_streamed: bool = True  # elements are read in the order of memory
+    is_unknown: bool = False  # a kernel of unknown cost: at least its bytes
+    on_vectors: float = 0.0  # results of a kernel's vector operations
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one device gives to a collective, and whom it exchanges it with."""
-
-    kind: str  # as HLO calls the collective
+    kind: str  # the collective's name in HLO
     payload: float  # bytes
-    rows: int = 0  # of a ragged all-to-all: in the payload, of which data say how many travel
+    rows: int = 0  # of a ragged all-to-all's payload; data decide how many are sent
     pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
-    groups: Sequence[Sequence[int]] = ()  # of anything else; none: all devices are one group
-    ways: int = 2  # of a torus: links of a device that are in use at a time
-    phases: int = 1  # of a torus: dimensions that are gone along one after the other
+    groups: Sequence[Sequence[int]] = ()  # of other collectives; none: one group of all devices
+    ways: int = 2  # on a torus: links of a device in use at a time
+    phases: int = 1  # on a torus: dimensions used one after the other
 
 
 def work_of(i: Instruction, kernels: Kernels) -> Demand:
-    """What an instruction computes: its matrix products, and the bytes of operands and result.
+    """Returns an instruction's matrix products and bytes moved.
 
-    A kernel multiplies what its own estimate says, or else what its traced program does.
+    A kernel's FLOPs are its estimate, or else those of its traced program.
     """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
-        return Demand()  # what these run is of schedules of their own
+        return Demand()  # their contents have schedules of their own
     everything = (i, *i.inside)
     products = [_matmul(x) for x in everything if _is_matmul(x)]
     is_matmul = bool(products)
     matmuls = [matmul for matmul in products if matmul is not None]
     if len(matmuls) < len(products):
-        matmuls = []  # what is known of some says nothing of all
+        matmuls = []  # some known products say nothing of all
     kernel = kernels.get((_shapes(i.operands), _shapes([i])))
     on_vectors = kernel.numbers if kernel else 0.0
     if flops := _estimated_flops(i):
         if kernel and kernel.flops and not kernel.is_least:
-            flops = kernel.flops  # the estimate or less: it counts blocks that a mask leaves out
+            flops = kernel.flops  # no more than the estimate, which counts masked blocks
         moved = int(i.number("bytes_accessed") or 0)
         products = (_kernel(i, flops),)
         return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
@@ -113,7 +109,6 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
 
 
 def is_free(i: Instruction) -> bool:
-    """Whether an instruction takes no time on the device."""
     return i.opcode in _FREE or i.target in _FREE_CALLS
 
 
@@ -122,10 +117,7 @@ def _is_matmul(i: Instruction) -> bool:
 
 
 def _matmul(i: Instruction) -> Matmul | None:
-    """The product that an instruction is, without those inside it.
-
-    Of convolutions, which TPUs make of products, those of two matrices are.
-    """
+    """Returns the instruction's own product, without those inside."""
     if i.opcode == "convolution":
         return _product_as_convolution(i)
     if i.opcode == "dot":
@@ -144,16 +136,15 @@ def _matmul(i: Instruction) -> Matmul | None:
     is_aligned = all(
         array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out) if array.shape
     )
-    # Without tensor cores, which are eight times as fast.
+    # Highest precision is computed without tensor cores, which are eight times as fast.
     width = lhs.width * (8 if "operand_precision={highest" in i.attributes else 1)
     return Matmul(2.0 * prod(out.shape) * k, width, (b, m, n, k), dtypes, is_aligned)
 
 
 def _product_as_convolution(i: Instruction) -> Matmul | None:
-    """A product, whose batches, heads or lengths a convolution may have as places.
+    """Returns a convolution's product, whose places may be batches, heads or lengths.
 
-    Numbers of 32 bits are multiplied as such of 16, where no precision is asked for. How those of
-    8 bits are is the compiler's secret.
+    Without a precision, 32-bit numbers are multiplied as 16-bit ones. For 8 bits nothing is known.
     """
     lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
@@ -182,7 +173,7 @@ def _product_as_convolution(i: Instruction) -> Matmul | None:
 
 
 def _of_window(i: Instruction, key: str, number: int) -> int:
-    """What a convolution's window says of a dimension; of padding that before the first place."""
+    """Returns a dimension's entry in a convolution's window; of padding, the front."""
     window = i.attributes.partition("window={")[2].partition("}")[0]
     found = re.search(rf"\b{key}=([-0-9x_]+)", window)
     return int(found.group(1).split("x")[number].split("_")[0]) if found else int(key != "pad")
@@ -190,7 +181,7 @@ def _of_window(i: Instruction, key: str, number: int) -> int:
 
 @lru_cache
 def _pairs(sides: tuple[int, int, int], stride: int, pad: int, lhs: int, rhs: int) -> int:
-    """How many pairs of a place of the result and one of the window meet a place of the operand."""
+    """Counts pairs of a result's and a window's place that meet an operand's place."""
     operand, window, result = sides
     if window * result > 1 << 22:
         return 0
@@ -202,7 +193,7 @@ def _pairs(sides: tuple[int, int, int], stride: int, pad: int, lhs: int, rhs: in
 
 
 def _estimated_flops(i: Instruction) -> float:
-    """FLOPs that a kernel of the TPU compiler says it has, 0 for anything else."""
+    """Returns a TPU kernel's estimate, or 0."""
     if i.opcode != "custom-call" or '"cost_estimate"' not in i.attributes:
         return 0.0
     return float(i.number("flops") or 0)
@@ -213,10 +204,10 @@ def _shapes(instructions: Sequence[Instruction]) -> Shapes:
 
 
 def _kernel(i: Instruction, flops: float) -> Matmul:
-    """A kernel, as a product of numbers as wide as those of its largest operand.
+    """Returns a kernel as a product of numbers as wide as in its largest operand.
 
-    The grouped matmul's estimate counts every row once. But a tile of rows that two groups share
-    is multiplied for both of them.
+    A grouped matmul's estimate counts each row once, but a tile that two groups share is multiplied
+    twice.
     """
     arrays = [array for operand in i.operands for array in operand.arrays if array.shape]
     width = max(arrays, key=lambda array: array.bytes).width if arrays else 1.0
@@ -225,7 +216,7 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
         return Matmul(flops, width)
     rows = matrices[0].shape[0]
     tile = int(i.after('ragged_dot_tiling="').partition(",")[0])
-    # Lists of one entry a tile that it may visit: those of the operand, and one a shared tile.
+    # Lists with an entry per tile to visit: the operand's tiles, and one per shared tile.
     visits = max((array.shape[0] for array in arrays if len(array.shape) == 1), default=0)
     twice = max(0, visits - -(-rows // tile)) * tile / rows
     return Matmul(flops, width, rows=rows, twice=twice)
@@ -235,7 +226,7 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 
 
 def collective_in(i: Instruction) -> Instruction | None:
-    """The collective that an instruction is, or has inside it; None without one."""
+    """Returns the collective that an instruction is or contains, or None."""
     if i.opcode.removesuffix("-start") in _COLLECTIVES:
         return i
     if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
@@ -244,11 +235,10 @@ def collective_in(i: Instruction) -> Instruction | None:
 
 
 def message_of(i: Instruction, inner: Instruction) -> Message:
-    """What instruction `i` sends, whose collective is `inner`."""
     kind = inner.opcode.removesuffix("-start")
     if kind == "ragged-all-to-all":
-        # Of its first operand; the second one is only what the rows are written over. Where a slice
-        # begins and how long it is are data.
+        # The first operand is sent. The second is the buffer that rows are written to. Starts and
+        # lengths of slices are data.
         operand = inner.operands[0]
         rows = operand.arrays[0].shape[0]
         return Message(kind, float(operand.bytes), rows, groups=inner.groups)
@@ -256,16 +246,16 @@ def message_of(i: Instruction, inner: Instruction) -> Message:
     if kind == "collective-permute":
         return Message(kind, payload, pairs=inner.pairs)
     if kind == "all-reduce" and i is not inner and i.bytes < payload:
-        kind = "reduce-scatter"  # what TPU makes of it: a fusion of all-reduce and slice
+        kind = "reduce-scatter"  # a TPU's fusion of all-reduce and slice
     ways, phases = max(map(_ways, (i, inner)))
     return Message(kind, payload, groups=inner.groups, ways=ways or 2, phases=phases)
 
 
 def _ways(i: Instruction) -> tuple[int, int]:
-    """How many links of a device the TPU compiler says that it uses, and phases; 0: it does not.
+    """Returns the links of a device that the TPU compiler uses, and phases; 0 if unknown.
 
-    It calls rings that are used at a time colours. Those of a SparseCore go one way each, as do
-    those of strategies that say so; all others go both ways.
+    Its colours are simultaneous rings. Rings of a SparseCore, and of strategies that say so, use
+    one direction, all others both.
     """
     if rings := i.attributes.count('"phase_rings":'):
         return rings, 2 if '"use_n_dimension_strategy":true' in i.attributes else 1
@@ -277,10 +267,9 @@ def _ways(i: Instruction) -> tuple[int, int]:
 
 
 def _payload(i: Instruction) -> float:
-    """Bytes of what a collective takes from one device."""
     operands = [operand for operand in i.operands if operand.opcode != "call-start"]
     if sizes := i.after("slice_sizes={{"):
         return prod(integers(sizes)) * operands[0].arrays[0].width
-    if "collective-permute" in i.opcode:  # further operands say where in a buffer it lands
+    if "collective-permute" in i.opcode:  # further operands are the place in a buffer
         operands = operands[:1]
     return float(sum(operand.bytes for operand in operands))

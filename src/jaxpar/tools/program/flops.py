@@ -1,4 +1,4 @@
-"""FLOPs of the matmuls of a traced program, those of its kernels among them."""
+"""FLOPs of the matmuls of a traced program, kernels included."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,16 @@ Results = Sequence[core.Var | core.Literal]
 
 
 def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
-    """Counts the FLOPs of all matmuls that one of `devices` runs.
+    """Returns the FLOPs of all matmuls that one of `devices` runs.
 
-    Inside a `shard_map` shapes are those of one device; outside, work is shared by all. A loop
-    whose length is not known while tracing counts once.
+    Outside of `shard_map`s, all devices share the work. A loop of unknown length counts once.
     """
     inner, known = opened(jaxpr)
     return _count(inner, known, 1.0 / devices, inner.outvars)
 
 
 def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> float:
-    """Counts what `results` need: a compiler drops the rest, as the forward pass of a gradient."""
+    """Counts what `results` need; a compiler drops the rest, as a gradient's forward pass."""
     needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
     total, counted_dots = 0.0, set[tuple[Any, ...]]()
     known = learned(jaxpr, known)
@@ -35,7 +34,7 @@ def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> f
             continue
         name = eqn.primitive.name
         if name == "dot_general":
-            same = (*map(id, eqn.invars), str(eqn.params))  # compilers do the same one once
+            same = (*map(id, eqn.invars), str(eqn.params))  # compilers compute equal ones once
             total += 0.0 if same in counted_dots else share * dot_flops(eqn)
             counted_dots.add(same)
         elif name in KERNELS:
@@ -55,7 +54,7 @@ def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> f
 
 
 def _needed_inside(eqn: core.JaxprEqn, sub: core.Jaxpr, needed: set[core.Var]) -> Results:
-    # What a loop carries may be needed by its next trip.
+    # The next iteration may need what a loop carries.
     if eqn.primitive.name in ("scan", "while") or len(sub.outvars) != len(eqn.outvars):
         return sub.outvars
     return [inside for inside, out in zip(sub.outvars, eqn.outvars, strict=True) if out in needed]
@@ -70,7 +69,7 @@ def _share(eqn: core.JaxprEqn, share: float) -> float:
 
 @dataclass(frozen=True)
 class Dot:
-    """A matmul of a traced program: sizes of one product, and the bytes of a number."""
+    """Sizes of one product, and bytes of a number."""
 
     m: int
     k: int
@@ -79,7 +78,7 @@ class Dot:
 
 
 def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
-    """Returns all matmuls of a traced program, with the shapes that they have where they stand."""
+    """Returns all matmuls of a traced program, with local shapes inside of `shard_map`s."""
     found: list[Dot] = []
     for eqn in _named("dot_general", jaxpr.jaxpr):
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -92,7 +91,6 @@ def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
 
 
 def _named(primitive: str, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The equations of a primitive, at any depth."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == primitive:
             yield eqn
@@ -102,7 +100,6 @@ def _named(primitive: str, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the left operand and of the result."""
     lhs: Any = eqn.invars[0].aval
     out: Any = eqn.outvars[0].aval
     return lhs.shape, out.shape
@@ -112,10 +109,7 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def kernels_in(jaxpr: core.ClosedJaxpr) -> Kernels:
-    """Counts what each Pallas kernel of a program computes, by the shapes that it has on a device.
-
-    Kernels that have the same shapes and do not compute the same are left out.
-    """
+    """Returns what each Pallas kernel computes, by its shapes; without ambiguous shapes."""
     found: dict[tuple[Shapes, Shapes], set[Kernel]] = {}
     for eqn, known in _kernels(*opened(jaxpr)):
         shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))

@@ -1,4 +1,4 @@
-"""Scheduled HLO text, of the TPU and of the GPU compiler, as computations and instructions."""
+"""Parses scheduled HLO text of the TPU and GPU compilers."""
 
 import re
 from collections.abc import Iterator
@@ -29,34 +29,31 @@ _AXIS = re.compile(r"'([^']*)'(?::\(([0-9]+)\)([0-9]+))?")
 
 @dataclass(frozen=True)
 class Array:
-    """An element type and a shape, and where the array lies."""
-
-    dtype: str  # as HLO writes it: bf16, f32, pred, ...
+    dtype: str  # in HLO: bf16, f32, pred, ...
     shape: tuple[int, ...]
-    memory: int = 0  # as HLO numbers them: 0 is HBM, 1 is VMEM
+    memory: int = 0  # HLO's number: 0 is HBM, 1 is VMEM
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     @property
     def bytes(self) -> int:
-        """What the array takes in memory, without padding."""
+        """Returns the bytes in memory, without padding."""
         return ceil(prod(self.shape) * _bits(self.dtype) / 8)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it lies in the memory of the host."""
         return self.memory == 5
 
     @property
     def width(self) -> float:
-        """Bytes of one element."""
+        """Returns the bytes of one element."""
         return self.bytes / max(prod(self.shape), 1)
 
 
 @dataclass(eq=False)
 class Instruction:
-    """One line of a computation, joined to the lines it uses and to the computations it calls."""
+    """A line of a computation, with its operands and called computations."""
 
     name: str
     opcode: str
@@ -69,7 +66,6 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What the instruction results in, flat where it is a tuple."""
         found = _ARRAY.findall(self.type_text)
         return tuple(
             Array(dtype, tuple(integers(shape)), int(memory or 0)) for dtype, shape, memory in found
@@ -77,64 +73,59 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @cached_property
     def inside(self) -> tuple["Instruction", ...]:
-        """All instructions of the computations that this one calls, nested ones too."""
+        """Returns all instructions of called computations, nested ones too."""
         found = (i for computation in self.called for i in computation.instructions)
         return tuple(inner for i in found for inner in (i, *i.inside))
 
     def called_as(self, role: str) -> "Computation":
-        """The computation that the instruction refers to as its `"body"` or `"condition"`."""
+        """Returns the called `"body"` or `"condition"`."""
         name = self.after(f"{role}=%")
         return next(computation for computation in self.called if computation.name == name)
 
     @cached_property
     def cycles(self) -> int | None:
-        """What the TPU compiler thinks that the instruction takes; None where it says nothing."""
+        """Returns the TPU compiler's estimate, or None."""
         found = self.number("estimated_cycles")
         return None if found is None else int(found)
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program the instruction comes from."""
+        """Returns the origin in the traced program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def target(self) -> str:
-        """What a custom call calls; empty for anything else."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the GPU compiler made a start that its done follows at once."""
+        """Returns whether the GPU compiler put the done right behind this start."""
         return '"is_sync":true' in self.attributes
 
     def after(self, key: str) -> str:
-        """The word that follows `key` in the attributes: a number, some with commas, or a name."""
+        """Returns the word behind `key`: numbers with commas, or a name."""
         _, _, rest = self.attributes.partition(key)
         word = _WORD.match(rest)
         return word.group().rstrip(",") if word else ""
 
     def number(self, key: str) -> str | None:
-        """The number under `key` of the instruction's configuration."""
         found = re.search(rf'"{key}":"?(-?[0-9]+)', self.attributes)
         return found.group(1) if found else None
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Source and target partitions of a permute."""
         found = re.search(r"source_target_pairs=\{([0-9,{}]*)\}", self.attributes)
         numbers = integers(found.group(1)) if found else []
         return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
     @property
     def groups(self) -> list[list[int]]:
-        """Partitions that take part together in a collective; empty where it names none."""
         return replica_groups(self.attributes)
 
 
@@ -147,34 +138,29 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """What the computation results in."""
         marked = [i for i in self.instructions if i.is_root]
         return (marked or self.instructions)[-1]
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by number."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return {int(i.operand_text): i for i in found}
 
 
 @dataclass(frozen=True)
 class Hlo:
-    """A parsed text."""
-
     computations: dict[str, Computation]
     entry: Computation
     is_scheduled: bool
-    partitions: int  # over how many devices the program runs
+    partitions: int  # devices that run the program
 
 
 def parse(text: str) -> Hlo:
     """Parses the text of a scheduled module.
 
     Raises:
-      ValueError: text without an entry computation; a line that is not understood, a computation
-        without a result, an operand that is defined nowhere: with what is lost a step looks
-        shorter than it is.
+      ValueError: no entry computation, an unknown line, no result, or an undefined operand. Without
+        a lost line a step would look too short.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
@@ -206,14 +192,14 @@ def parse(text: str) -> Hlo:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The lines, each instruction as one: its attributes may go over several."""
+    """Yields one line per instruction; in the text its attributes may have line breaks."""
     waiting = ""
     for line in text.splitlines():
         if not waiting and not _INSTRUCTION.match(line):
             yield line
             continue
         waiting = f"{waiting}\n{line}" if waiting else line
-        outside = _QUOTED.sub("", waiting)  # a kernel's own words may have any braces
+        outside = _QUOTED.sub("", waiting)  # a kernel's texts may have any braces
         if '"' not in outside and outside.count("{") == outside.count("}"):
             yield waiting
             waiting = ""
@@ -234,7 +220,7 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
     stop = _closing(rest, start - 1)
     return Instruction(
         name=name,
-        # What runs on another core is called `call-start` by one libtpu, and so by a later one.
+        # Work on another core is `call-start` or `custom-call-start`, depending on libtpu.
         opcode=re.sub("^custom-(?=call-)", "", opcode.group(1)),
         type_text=rest[:end],
         operand_text=rest[start:stop],
@@ -244,7 +230,6 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, start: int = 0) -> int:
-    """The position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.finditer(r"[()]", text[start:]):
         depth += 1 if found.group() == "(" else -1
@@ -254,7 +239,6 @@ def _closing(text: str, start: int = 0) -> int:
 
 
 def _join(computation: Computation, computations: dict[str, Computation]) -> None:
-    """Puts instructions and computations in the place of the names that stand for them."""
     by_name = {i.name: i for i in computation.instructions}
     if sum(i.is_root for i in computation.instructions) != 1:
         raise ValueError(
@@ -283,17 +267,15 @@ def _bits(dtype: str) -> int:
 
 
 def integers(text: str) -> list[int]:
-    """The natural numbers in a text."""
     return [int(number) for number in re.findall(r"[0-9]+", text)]
 
 
 def replica_groups(attributes: str) -> list[list[int]]:
-    """Partitions that take part together in a collective; empty where none are named.
+    """Returns the partitions of each group of a collective; empty if it names none.
 
     The forms are lists, `{{0,1},{2,3}}`; an iota, `[2,2]<=[2,2]T(1,0)`; and mesh axes,
-    `mesh['dp'=2,'tp'=2] {'tp'}`, whose devices may have an order of their own,
-    `mesh['dp'=2,'tp'=2], device_ids=(0,2,1,3) {'tp'}`, and of an axis only a part may be meant,
-    `{'tp':(2)4}` being 4 of the parts of an axis that has 2 more major ones.
+    `mesh['dp'=2,'tp'=2] {'tp'}`, perhaps with an order, `mesh['dp'=2,'tp'=2], device_ids=(0,2,1,3)
+    {'tp'}`. An axis may be used in part: `{'tp':(2)4}` is 4 parts behind 2 more major ones.
     """
     if found := _LISTED.search(attributes):
         return [integers(group) for group in re.findall(r"\{([0-9,]+)\}", found.group(1))]
@@ -318,7 +300,7 @@ def _mesh_groups(axes: str, device_ids: str | None, names: str) -> list[list[int
         ids = _iota(*found.groups())
     else:
         ids = np.array(integers(device_ids))
-    # Every axis in three parts, what is more major, meant and more minor: usually 1, all and 1.
+    # Each axis in three parts, more major, used and more minor: usually 1, all and 1.
     shape = [part for size in sizes.values() for part in (1, size, 1)]
     along: list[int] = []
     for name, before, size in _AXIS.findall(names):

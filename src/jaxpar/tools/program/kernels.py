@@ -1,4 +1,4 @@
-"""What a Pallas kernel computes, from its traced program: block by block of its grid."""
+"""The computation of a Pallas kernel, from its traced program and grid."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxtyping import Bool, Int
 
 from jaxpar.tools.program.constants import Atom, Known, bodies, opened, value_of
 
-KERNELS = ("pallas_call", "mpmd_map")  # what JAX calls kernels with a grid, and on several cores
-MOST_STEPS = 1 << 20  # of a grid that is gone through; of a larger one all blocks are taken to run
+KERNELS = ("pallas_call", "mpmd_map")  # JAX's names of kernels with a grid, and on several cores
+MOST_STEPS = 1 << 20  # of a grid; in a larger one all blocks count as run
 
 Steps = Bool[np.ndarray, " steps"]
-# In each dimension of the grid, by its number, or along each axis of cores, by its name.
+# By the number of a grid's dimension, or by the name of an axis of cores.
 Places = Mapping[int | str, Int[np.ndarray, " steps"]]
 
 _SCALAR: dict[str, Callable[..., Any]] = {
@@ -40,10 +40,10 @@ _SCALAR: dict[str, Callable[..., Any]] = {
     "sign": np.sign,
     "rem": lambda x, y: np.fmod(x, np.where(y == 0, 1, y)),
     "select_n": lambda which, *cases: np.choose(np.asarray(which).astype(int), cases),
-    "convert_element_type": lambda x: x,  # all results have their dtype in the end
+    "convert_element_type": lambda x: x,  # each result gets its dtype at the end
     "squeeze": lambda x: x,
 }
-# What moves numbers, or makes them of nothing: no vector unit computes them.
+# These move numbers or create them. No vector unit computes them.
 _MOVES = {
     *("broadcast_in_dim", "concatenate", "get", "iota", "pad", "reshape", "slice", "squeeze"),
     *("swap", "tile", "broadcast", "expand_dims", "copy", "masked_load", "masked_swap", "repeat"),
@@ -52,10 +52,8 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What all steps of a kernel's grid compute on one device."""
-
-    flops: float = 0.0  # of its matmuls, 8-bit ones counted half
-    numbers: float = 0.0  # results of operations on vectors, one by one
+    flops: float = 0.0  # of its matmuls, 8-bit ones count half
+    numbers: float = 0.0  # single results of vector operations
     is_least: bool = False  # loops or a grid of unknown length count once
 
     def __add__(self, other: Kernel) -> Kernel:
@@ -63,28 +61,25 @@ class Kernel:
         return Kernel(flops, numbers, self.is_least or other.is_least)
 
     def times(self, count: int) -> Kernel:
-        """So many of it."""
         return replace(self, flops=count * self.flops, numbers=count * self.numbers)
 
 
 def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
-    """Counts what a Pallas kernel computes.
+    """Returns what a Pallas kernel computes.
 
-    A branch counts in the steps that take it, as far as they follow from the step's place in the
-    grid and from known operands (the blocks that a mask leaves out). Where data decide, the
-    branch that computes most counts in all steps. The FLOPs are the kernel's own estimate, if it
-    has one, where that is smaller, where a loop's length is not known, and where several cores
+    A branch counts in the steps that take it, if these follow from the grid and known operands (a
+    mask's blocks). If data decide, the branch with the most computation counts in all steps. The
+    kernel's own estimate counts if it is smaller, a loop's length is unknown, or several cores
     share the work.
     """
     has_cores, estimate = "meshes" in eqn.params, eqn.params.get("cost_estimate")
     counted = _on_cores(eqn) if has_cores else _on_grid(eqn, known)
-    estimated = float(estimate.flops) if estimate else 0.0  # zero: its author does not say
+    estimated = float(estimate.flops) if estimate else 0.0  # zero: unknown to its author
     counts = has_cores or counted.is_least or estimated < counted.flops
     return replace(counted, flops=estimated) if estimated and counts else counted
 
 
 def _on_cores(eqn: core.JaxprEqn) -> Kernel:
-    """Counts what the cores of a device compute, each of which runs a program of its mesh."""
     total = Kernel()
     for mesh, jaxpr in zip(eqn.params["meshes"], eqn.params["jaxprs"], strict=True):
         cores = np.indices(tuple(mesh.shape.values())).reshape(len(mesh.shape), -1)
@@ -94,9 +89,8 @@ def _on_cores(eqn: core.JaxprEqn) -> Kernel:
 
 
 def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
-    """Counts what the steps of a grid compute."""
     mapping = eqn.params["grid_mapping"]
-    # The lengths that are operands come first. Of one that data say, one step.
+    # Lengths that are operands come first. A length that depends on data counts as one step.
     bounds = iter([value_of(atom, known) for atom in eqn.invars])
     lengths = [n if isinstance(n, int) else next(bounds) for n in mapping.grid]
     grid, is_known = [1 if n is None else int(n) for n in lengths], None not in lengths
@@ -110,7 +104,7 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
     read = zip(inner.invars, operands, strict=False)
     values = [(var, value_of(atom, known)) for var, atom in read]
     found = {**own, **{var: value for var, value in values if value is not None}}
-    # A dimension that `vmap` has put before those that the kernel was written for has no number.
+    # A dimension that `vmap` has added in front has no number in the kernel.
     own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
     at = np.unravel_index(np.arange(steps), grid or (1,))
     places: Places = {number: at[dim] for number, dim in enumerate(own_dims)}
@@ -120,9 +114,9 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
 def _computed(
     jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places
 ) -> tuple[Kernel, Known]:
-    """What a kernel's jaxpr computes in the steps that are active, and what is known behind it.
+    """Returns what a jaxpr computes in the active steps, and its known values.
 
-    Of its scalars those are known that follow from places: one for each step, or one for all.
+    Known scalars are one per step, or one for all.
     """
     total, found, times = Kernel(), dict(known), int(active.sum())
     for eqn in jaxpr.eqns:
@@ -137,26 +131,25 @@ def _computed(
             computed = [_computed(sub, own, active, places) for sub, own in inner]
             each = sum((kernel for kernel, _ in computed), Kernel(is_least=name == "while"))
             total += each.times(eqn.params.get("length", 1))
-            if name in ("jit", "pjit"):  # as `//` and `%` of a scalar are
+            if name in ("jit", "pjit"):  # such as `//` and `%` of scalars
                 (sub, _), (_, behind) = inner[0], computed[0]
                 pairs = zip(eqn.outvars, sub.outvars, strict=True)
                 results = ((out, value_of(x, behind)) for out, x in pairs)
                 found |= {out: value for out, value in results if value is not None}
         elif name == "dot_general":
             total += Kernel(flops=dot_flops(eqn)).times(times)
-        elif name.endswith("mma"):  # of a GPU's tensor cores, on references to memory
+        elif name.endswith("mma"):  # on a GPU's tensor cores, of references to memory
             total += Kernel(is_least=True)
         elif eqn.outvars:
             if (value := _scalar(eqn, found)) is not None:
                 found[eqn.outvars[0]] = value
-            most = max(map(_size, (*eqn.invars, *eqn.outvars)))  # of a sum what is summed
+            most = max(map(_size, (*eqn.invars, *eqn.outvars)))  # for a sum, its operand
             if most > 1 and name not in _MOVES:
                 total += Kernel(numbers=float(most)).times(times)
     return total, found
 
 
 def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -> Kernel:
-    """What a conditional's branches compute, each in the steps that take it."""
     branches = bodies(eqn, found)
     which = value_of(eqn.invars[0], found)
     if which is None:
@@ -171,7 +164,7 @@ def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -
 
 
 def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
-    """A scalar that follows from the step's place and from known operands."""
+    """Returns a scalar that follows from the grid and known operands, or None."""
     if _size(eqn.outvars[0]) > 1:
         return None
     if eqn.primitive.name == "get":
@@ -189,18 +182,17 @@ def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
 
 
 def _divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """As XLA divides: towards zero where both are whole numbers."""
+    """Divides as XLA does: whole numbers towards zero."""
     is_whole = x.dtype.kind in "iub" and by.dtype.kind in "iub"
     return np.trunc(x / by).astype(np.int64) if is_whole else x / by
 
 
 def dot_flops(eqn: core.JaxprEqn) -> float:
-    """FLOPs of a `dot_general`."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     lhs, rhs, out = (*eqn.invars, *eqn.outvars)[:3]
     sizes = [_aval(lhs).shape[dim] for dim in contracted]
     width = max(_aval(atom).dtype.itemsize for atom in (lhs, rhs))
-    # Narrow operands are multiplied faster; wide ones are counted as if they were not slower.
+    # Narrow operands are faster. Wide ones count as if they were not slower.
     return min(1.0, width / 2) * 2.0 * prod(_aval(out).shape) * prod(sizes)
 
 

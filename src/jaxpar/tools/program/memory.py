@@ -1,4 +1,4 @@
-"""Which arrays are in memory when a program needs the most of it."""
+"""The arrays in memory at a program's peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxpar.tools.program.costs import collective_in
 from jaxpar.tools.program.hlo import Computation, Instruction
 from jaxpar.tools.program.sources import Line, phase_of, primitive_of
 
-# Other names of what operands hold.
+# Results that share their operands' memory.
 _SAME = {
     *("bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier", "opt-barrier"),
     *("add-dependency", "domain", "async-update", "copy-done", "conditional"),
@@ -21,14 +21,13 @@ _SAME = {
 @readable
 @dataclass(frozen=True)
 class LiveArray:
-    """An array that is held where a program needs the most memory.
+    """An array that is in memory at a program's peak.
 
     Attributes:
       bytes: on one device.
       array: its dtype and local shape.
       what: the argument that it is, or the operation that made it.
-      line: the innermost that tells it from others, which may be a framework's; None of arguments,
-        or where the compiler says none.
+      line: the innermost distinctive line, possibly a framework's, or None.
       phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
 
     Example:
@@ -44,10 +43,10 @@ class LiveArray:
 
 
 def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
-    """The arrays that are held at the peak, the largest first.
+    """Returns the arrays at the peak, the largest first.
 
-    They are read off the order of the instructions. The compiler's own plan may put two arrays in
-    one place or hold one for longer: the sum is its peak to a fifth or so.
+    They follow from the order of instructions. Their sum matches the compiler's peak to about a
+    fifth, because its plan may differ.
     """
     _, buffers = _peak(exposures.values.hlo.entry)
     arguments = exposures.values.hlo.entry.parameters.values()
@@ -68,7 +67,7 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
 
 
 def _size(i: Instruction) -> int:
-    """Bytes that an instruction's result takes; the compiler's peak counts VMEM, too."""
+    """Returns the bytes of a result; the compiler's peak counts VMEM, too."""
     sizes = [array.bytes for array in i.arrays if not array.is_on_host]
     if i.opcode.endswith(("-start", "-update")):  # operand, result and contexts
         return max(sizes, default=0)
@@ -76,8 +75,8 @@ def _size(i: Instruction) -> int:
 
 
 def _peak(computation: Computation) -> tuple[int, set[Instruction]]:
-    """The most bytes of a computation's own arrays at a time, and which arrays these are."""
-    held: dict[Instruction, set[Instruction]] = {}  # which arrays an instruction's result is in
+    """Returns the most bytes of a computation's arrays at a time, and the arrays."""
+    held: dict[Instruction, set[Instruction]] = {}  # the arrays of each result
     last: dict[Instruction, int] = {}
     for place, i in enumerate(computation.instructions):
         used = set[Instruction]().union(*(held.get(operand, set()) for operand in i.operands))
@@ -107,7 +106,6 @@ def _peak(computation: Computation) -> tuple[int, set[Instruction]]:
 
 
 def _is_same(i: Instruction) -> bool:
-    """Whether an instruction's result lies where its operands do."""
     if i.opcode in _SAME or (i.opcode.endswith("-done") and i.operands):
         return True
     roots = [i, *(computation.root for computation in i.called if i.opcode == "fusion")]

@@ -1,4 +1,4 @@
-"""What the instructions of a program are, and how often they run: all that needs no clock."""
+"""The operations of a program and how often they run."""
 
 import operator
 import re
@@ -24,8 +24,8 @@ MOST_TRIPS = 1_000_000
 
 Way = Literal["memory", "to the host", "from the host"]
 
-# An integer or a truth value; of a tuple, a dict of those of its elements in question. What devices
-# differ in is an array [devices] of NumPy's.
+# An integer or a truth value; for a tuple, a dict of its wanted elements. If devices differ, an
+# array [devices] of NumPy.
 Value = Any
 
 
@@ -61,7 +61,7 @@ class _UnknownError(Exception):
 
 
 def branch_taken(conditional: Instruction, partitions: int) -> int | None:
-    """Returns which of its branches runs on every device, None if devices or data differ."""
+    """Returns the branch that runs on all devices; None if devices or data differ."""
     try:
         value = _value(conditional.operands[0], None, devices=np.arange(partitions))
     except (_UnknownError, KeyError, TypeError, ZeroDivisionError):
@@ -76,21 +76,20 @@ def branch_taken(conditional: Instruction, partitions: int) -> int | None:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Returns how often the body of a while loop runs, None if that depends on data.
+    """Returns how often a while loop's body runs; None if that depends on data.
 
-    The compiler's own annotation is used where there is one. Otherwise the loop is run, but only
-    the scalars that its condition needs: their initial values, their step in the body.
+    Without the compiler's annotation, the scalars of the loop's condition are computed.
     """
     if (known := loop.after('"known_trip_count":{"n":"')).isdecimal():
         return int(known)
     condition, body = loop.called_as("condition"), loop.called_as("body")
-    # The elements of the loop's state that its condition reads.
+    # Elements of the loop's state that its condition reads.
     needed = {_index(i) for i in condition.instructions if i.opcode == "get-tuple-element"}
     try:
         initial = _value(loop.operands[0], None, wanted=needed)
         state = {n: initial[n] for n in needed}
         for trips in range(MOST_TRIPS):
-            arguments = [state].__getitem__  # both have one parameter: the state
+            arguments = [state].__getitem__  # both have one parameter, the state
             if not _value(condition.root, arguments):
                 return trips
             state = _value(body.root, arguments, wanted=needed)
@@ -109,11 +108,10 @@ def _value(
     wanted: set[int] | None = None,
     devices: Int[np.ndarray, " devices"] | None = None,
 ) -> Value:
-    """The value of an instruction that results in an integer scalar, or in a tuple.
+    """Returns the value of an instruction whose result is an integer scalar, or a tuple.
 
-    Of a tuple only the elements `wanted` are computed, all if None. `arguments` gives the values of
-    the parameters of the instruction's computation; None: those depend on data. `devices` are the
-    partitions that are asked for; None: what they differ in is not known.
+    `wanted` are elements of a tuple; None: all. `arguments` gives parameters; None: they depend on
+    data. `devices` are the partitions in question; None: unknown.
     """
     operands = instruction.operands
 
@@ -149,7 +147,7 @@ def _value(
         case opcode if opcode in ARITHMETIC:
             return ARITHMETIC[opcode](*map(value, operands))
         case "fusion" | "call":
-            # Only what the result needs: other operands of a fusion may be arrays.
+            # Only what the result needs: a fusion's other operands may be arrays.
             root = instruction.called[0].root
             return _value(root, lambda n: value(operands[n]), wanted, devices)
         case _:
@@ -171,12 +169,12 @@ def _constant(text: str) -> int | bool:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An instruction. What it does is its class: one of those below."""
+    """An instruction. Its class below is what it does."""
 
     name: str  # of the HLO instruction
-    op: str  # the operation of the traced program it comes from
+    op: str  # the operation of the traced program
     operands: tuple["Operation", ...] = field(repr=False)
-    work: Demand  # of starts and dones, too; of what runs others, nothing of its own
+    work: Demand  # also of starts and dones; empty for control flow
 
     def __str__(self) -> str:
         return f"{type(self).__name__:<11} {self.name}"
@@ -203,11 +201,11 @@ class Collective(Operation):
     """Sends a message, or starts to."""
 
     message: Message
-    pair: str  # what a start and its done have in common
-    has_done: bool  # which waits for it
-    is_synchronous: bool  # nothing runs beside it
-    # It is a fusion with a collective in it and no mark. Where one with the same message is under
-    # way that it descends from, it is no other: it computes beside that one.
+    pair: str  # common to a start and its done
+    has_done: bool  # an instruction that waits for it
+    is_synchronous: bool  # no work overlaps with it
+    # A fusion with a collective inside and no mark. If it descends from an open collective with the
+    # same message, it is the same collective and computes during it.
     is_fused: bool
 
     def __str__(self) -> str:
@@ -216,7 +214,7 @@ class Collective(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Copy(Operation):
-    """Starts what is done from memory to memory: a copy, or on another core a gather of rows."""
+    """Starts a copy between memories, or a gather of rows on another core."""
 
     bytes: int
     pair: str
@@ -248,7 +246,7 @@ class Call(Control):
 class Conditional(Control):
     """Runs one of its schedules."""
 
-    taken: int | None = None  # which one, on all devices; None: devices or data differ
+    taken: int | None = None  # on all devices; None: devices or data differ
 
     def __str__(self) -> str:
         return f"{super().__str__()}{'' if self.taken is None else f', taken: {self.taken}'}"
@@ -256,9 +254,9 @@ class Conditional(Control):
 
 @dataclass(frozen=True, eq=False)
 class Loop(Control):
-    """Runs its condition and its body, in this order, again and again."""
+    """Runs its condition and its body repeatedly, in this order."""
 
-    trips: int | None  # None: data say how often
+    trips: int | None  # None: data decide
 
     def __str__(self) -> str:
         return f"{super().__str__()}, trips: {self.trips}"
@@ -266,8 +264,6 @@ class Loop(Control):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Operations in the order in which they run."""
-
     name: str
     operations: tuple[Operation, ...]
 
@@ -277,22 +273,16 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program."""
-
     entry: Schedule
-    schedules: tuple[Schedule, ...]  # the entry, after all that it runs
-    hlo: Hlo  # what it was read from
+    schedules: tuple[Schedule, ...]  # the entry comes after all that it runs
+    hlo: Hlo  # its source
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self.schedules))
 
 
 def read(text: str, kernels: Kernels | None = None) -> Module:
-    """Reads what the operations of a compiled program are from its text.
-
-    Args:
-      text: of the compiled program.
-      kernels: what Pallas kernels compute, see `kernels_in`.
+    """Reads a compiled program's operations from its text; `kernels` is from `kernels_in`.
 
     Raises:
       ValueError: text that is not HLO.
@@ -316,7 +306,7 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
 
 
 def _way(start: Instruction) -> Way:
-    """Where a copy goes: what it reads is all on the host, or not all."""
+    """Returns a copy's direction; `to the host` unless all that it reads is there."""
     if not any(array.is_on_host for array in start.arrays):
         return "memory"
     read = [array for operand in start.operands for array in operand.arrays if array.shape]
@@ -330,15 +320,7 @@ def _operation(
     partitions: int,
     kernels: Kernels,
 ) -> Operation:
-    """Decides what an instruction is: here, and nowhere else.
-
-    Args:
-      i: the instruction.
-      operands: what its operands are.
-      schedule: gives what a computation is that it runs.
-      partitions: over how many devices the program runs.
-      kernels: what Pallas kernels compute.
-    """
+    """Decides the class of an instruction, here and nowhere else."""
     work = work_of(i, kernels)
     known = (i.name, i.op_name, operands, work)
     if i.opcode == "while":
@@ -349,15 +331,15 @@ def _operation(
     if i.opcode == "call":
         return Call(*known, (schedule(i.called[0]),))
     pair = re.sub("-(start|update|done)$", "", i.opcode)
-    # A collective that runs beside matmuls is three kinds of fusion on TPU: its start and its done,
-    # which have a mark in them, and between them matmuls, which have the collective in them.
+    # On TPU a collective that overlaps with matmuls is three kinds of fusion: its start and its
+    # done, which contain a mark, and between them matmuls, which contain the collective.
     marks = {inner.target for inner in i.inside}
     if i.opcode.endswith("-done") or "AsyncCollectiveDone" in marks:
         return Done(*known, pair)
     if i.opcode == "async-update":
-        return Free(*known)  # no more than another name of what its operand has started
+        return Free(*known)  # only another name of what its operand has started
     if i.opcode == "call-start" and not i.operands:
-        return Free(*known)  # of another core; what it works on comes with the update
+        return Free(*known)  # on another core; its operands come with the update
     inner = collective_in(i.operands[0] if i.opcode == "call-update" else i)
     is_start = i.opcode.endswith(("-start", "call-update")) or "AsyncCollectiveStart" in marks
     is_fused = i.opcode == "fusion" and not is_start
@@ -365,9 +347,9 @@ def _operation(
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
     if i.opcode.endswith("-start") and not work.is_matmul:
-        # Destination, source and a context; where a slice is read or written it is the smaller one.
+        # Destination, source and a context. A slice is the smaller one of the first two.
         size = min((array.bytes for array in i.arrays if array.shape), default=0)
         return Copy(*known, size, pair, _way(i))
     if i.opcode == "call-update":
-        return Copy(*known, i.bytes, pair)  # its type is of operands and results
+        return Copy(*known, i.bytes, pair)  # its type has operands and results
     return Free(*known) if is_free(i) else Compute(*known)

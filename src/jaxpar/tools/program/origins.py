@@ -1,4 +1,4 @@
-"""Where the instructions of a program come from: lines, operations, arguments."""
+"""The origins of instructions: lines, operations and arguments."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from jaxpar.tools.program.sources import (
 from jaxpar.tools.program.values import Value, Values, reached
 from jaxpar.tools.timeline.timeline import CompiledProgram
 
-_NEAREST = 3  # frames in the words for an instruction
-_HALVES = re.compile("_(start|done)$")  # of a collective that a program starts itself
+_NEAREST = 3  # frames in the text of an instruction
+_HALVES = re.compile("_(start|done)$")  # of a collective that the program starts itself
 
 
 class Origins:
-    """Finds of each instruction of a program where it comes from."""
-
     def __init__(self, program: CompiledProgram) -> None:
         self.program = program
         self.values = Values(program.module.hlo)
@@ -45,11 +43,10 @@ class Origins:
         self._origins: dict[Instruction, tuple[str, tuple[Line, ...]]] = {}
 
     def instruction(self, name: str) -> Instruction:
-        """The instruction of a name."""
         return self.values.instructions[name]
 
     def loop_around(self, name: str) -> Loop | None:
-        """The innermost loop that an instruction is in the body of, or of what the body calls."""
+        """Returns the innermost loop around an instruction, also through calls."""
         level, seen = [self.homes[name][0]], set[Schedule]()
         while level:
             schedule = level.pop()
@@ -63,10 +60,10 @@ class Origins:
         return None
 
     def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
-        """The operation of the traced program and the lines that an instruction comes from.
+        """Returns an instruction's traced operation and lines.
 
-        What the compiler has made of several instructions often has neither: then what is inside
-        says it, or the nearest that it is made from, or the nearest that is made of it.
+        If the compiler merged several, they are those of one inside, else of the nearest operand or
+        user.
         """
         if i not in self._origins:
             self._origins[i] = self._origin(i)
@@ -98,30 +95,28 @@ class Origins:
         return found
 
     def is_inserted(self, name: str) -> bool:
-        """Whether the traced program has no collective where the compiled one has this."""
+        """Returns whether the traced program has no collective here."""
         named = self._primitives(name)
-        if not named:  # the compiler has put it together: what is at its line tells
+        if not named:  # the compiler made it, so its line decides
             i = self.instruction(name)
             return own_line(self.origin(i)[1]) not in self._lines_that_send
         return not any(map(_is_collective, named))
 
     def is_written(self, name: str, collective: str) -> bool:
-        """Whether the traced program has this collective of `jax.lax` where an instruction is."""
+        """Returns whether the traced program has this collective of `jax.lax` here."""
         return any(_lax_name(one) == collective for one in self._primitives(name))
 
     def is_started(self, name: str) -> bool:
-        """Whether the traced program starts a collective itself, to wait for it later."""
+        """Returns whether the traced program starts the collective itself."""
         return any(_HALVES.search(one) and _is_collective(one) for one in self._primitives(name))
 
     def _primitives(self, name: str) -> list[str]:
-        """The primitives of the traced program that a collective's instruction is made of."""
         i, collective = self.instruction(name), self.values.collective(name)
         parts = [i, *i.inside, *([collective] if collective else [])]
         return [primitive_of(part.op_name) for part in parts if part.op_name]
 
     @cached_property
     def _lines_that_send(self) -> set[Line | None]:
-        """The lines of the traced program that have collectives."""
         found, level = set[Line | None](), [self.program.jaxpr.jaxpr]
         while level:
             for eqn in level.pop().eqns:
@@ -131,17 +126,13 @@ class Origins:
         return found
 
     def text(self, name: str) -> str:
-        """An instruction in words: its operation in the traced program, and its line."""
         op_name, lines = self.origin(self.instruction(name))
         what = primitive_of(op_name) or name
         chain = self.sources.chain(lines)[:_NEAREST]
         return f"{what} ({chain_text(chain, own_line(lines))})" if chain else what
 
     def argument(self, value: Value) -> str | None:
-        """The argument of the program that a value is, or is a part of; None of anything else.
-
-        A loop's state that its body changes is none, though it began as one.
-        """
+        """Returns the program's argument that a value is, or None, as for state that a loop changes."""
         found, seen, level = set[str](), set[Value](), [value]
         while level:
             value = level.pop()
@@ -158,10 +149,7 @@ class Origins:
         return found.pop() if len(found) == 1 else None
 
     def arguments(self, name: str) -> list[str]:
-        """The arguments that a collective's operand, or what uses its result, comes from.
-
-        The nearest first.
-        """
+        """Returns the arguments of a collective's operand and users, the nearest first."""
         collective = self.values.collective(name)
         if collective is None:
             return []
@@ -181,6 +169,5 @@ def _is_collective(primitive: str) -> bool:
 
 
 def _lax_name(primitive: str) -> str:
-    """What a primitive, or the half of one, is called in `jax.lax`."""
     primitive = _HALVES.sub("", primitive)
     return LAX_NAMES.get(primitive, primitive)

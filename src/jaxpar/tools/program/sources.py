@@ -1,4 +1,4 @@
-"""Which lines of the user's, and which named scopes, the instructions of a program come from."""
+"""The user's lines and named scopes that a program's instructions come from."""
 
 import re
 import sysconfig
@@ -17,7 +17,7 @@ from jaxpar.tools.program.hlo import Instruction, integers
 
 _TABLE = re.compile(r"^(\w+)$")
 _ROW = re.compile(r"^(\d+) (.*)$")
-# What JAX puts around the names of scopes, and what it calls what it calls.
+# JAX's wrappers around names of scopes, and its own names of called functions.
 _WRAPPED = re.compile(r"^(?:\w+)\((.*)\)$")
 _OF_JAX = {
     *("body", "branch", "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call"),
@@ -37,12 +37,12 @@ _CALLED = re.compile(r"^(jit|pjit|branch_\d+_fun)\b")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of source, in a function.
+    """A line of source code.
 
     Attributes:
-      file: its path, as Python has it.
+      file: its path.
       number: from 1.
-      function: the name of what it is a line of; `"<module>"` outside of functions.
+      function: its function; `"<module>"` outside of functions.
 
     Example:
       >>> print(Line("/home/me/model.py", 12, "attend"))
@@ -58,35 +58,32 @@ class Line:
 
     @property
     def short(self) -> str:
-        """The name of its file, and its number."""
+        """Returns the file's name and the number."""
         return f"{Path(self.file).name}:{self.number}"
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of the user's own files, or of a package that counts as own.
-
-        Neither what is installed is, nor Python's own, nor jaxpar.
-        """
+        """Returns whether it is the user's: not jaxpar's, nor installed unless counted as own."""
         if _is_within(self.file, _JAXPAR):
             return False
         return not _is_installed(self.file) or any(map(self.is_of, _OWN.get()))
 
     def is_of(self, package: str) -> bool:
-        """Whether it is of an installed package, by the name that is imported or a part of it."""
+        """Returns whether it is of an installed package, by its import name or a prefix."""
         names = tuple(package.casefold().replace("-", "_").split("."))
         return _module(self.file)[: len(names)] == names
 
 
 _JAXPAR, _TOOLS = Path(__file__).parents[2], Path(__file__).parents[1]
-MOST_FRAMES = 5  # of a chain, as a text shows it
-_PACKAGES = {"site-packages", "dist-packages"}  # what folders of installed packages are called
+MOST_FRAMES = 5  # of a chain in a text
+_PACKAGES = {"site-packages", "dist-packages"}  # folders of installed packages
 _CHECKS = {("beartype",), ("jaxtyping",), ("typeguard",)}
 _OWN: ContextVar[tuple[str, ...]] = ContextVar("_OWN", default=())
 
 
 @contextmanager
 def counted_as_own(packages: Sequence[str]) -> Generator[None]:
-    """Has lines of installed packages count as the user's own while the context is open."""
+    """Counts lines of installed packages as the user's own inside the context."""
     before = _OWN.set(tuple(packages))
     try:
         yield
@@ -94,7 +91,7 @@ def counted_as_own(packages: Sequence[str]) -> Generator[None]:
         _OWN.reset(before)
 
 
-@cache  # of the few files that a program has, each is asked for thousands of times
+@cache  # a program has few files, each looked up thousands of times
 def _is_within(file: str, folder: Path) -> bool:
     return Path(file).is_relative_to(folder)
 
@@ -106,26 +103,25 @@ def _is_installed(file: str) -> bool:
 
 @cache
 def _is_pythons(file: str) -> bool:
-    """Whether it is of the standard library, or no file at all."""
     library = sysconfig.get_paths()["stdlib"]
     return file.startswith("<") or (Path(file).is_relative_to(library) and not _module(file))
 
 
 def _is_around(file: str) -> bool:
-    """Whether it is of what stands around any function, such as checks of its arguments."""
+    """Returns whether a file wraps any function, such as checks of arguments."""
     return _is_pythons(file) or _module(file)[:1] in _CHECKS
 
 
 @cache
 def _module(file: str) -> tuple[str, ...]:
-    """The parts of the name of an installed module; none of a file that is not installed."""
-    parts = Path(file).with_suffix("").parts if file else ()  # code that is of no file
+    """Returns the parts of an installed module's name; empty if not installed."""
+    parts = Path(file).with_suffix("").parts if file else ()  # code without a file
     places = [n for n, part in enumerate(parts) if part in _PACKAGES]
     return tuple(part.casefold() for part in parts[places[-1] + 1 :]) if places else ()
 
 
 class Sources:
-    """The tables of stack frames that a module's text begins with."""
+    """The stack frames at the start of a module's text."""
 
     def __init__(self, text: str) -> None:
         tables: dict[str, dict[int, str]] = {}
@@ -144,14 +140,13 @@ class Sources:
             location, parent = integers(row)
             file, function, number, *_ = integers(locations[location])
             line = Line(_unquoted(files[file]), number, _unquoted(functions[function]))
-            # Parents are counted from 1 where frames are, with 1 for none: one more than the frame.
+            # A parent is the frame's number plus one; 1 means none.
             self._frames[frame] = line, parent - 1
         self._numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
         for line, _ in self._frames.values():
             self._numbers[line.file, line.function].add(line.number)
 
     def of(self, i: Instruction) -> tuple[Line, ...]:
-        """The lines that an instruction comes from, the innermost first; none if it has none."""
         found: list[Line] = []
         frame = int(i.after("stack_frame_id=") or 0)
         while frame in self._frames:
@@ -161,16 +156,15 @@ class Sources:
         return tuple(found)
 
     def chain(self, lines: Sequence[Line]) -> tuple[Line, ...]:
-        """Of the lines of an instruction those that tell it from others, the innermost first.
+        """Returns an instruction's lines that tell it from others, the innermost first.
 
-        From the innermost to the user's own, all of them if they are few. A function of which the
-        program has one line alone, such as a wrapper of a framework's, tells nothing.
+        If they are many, functions with one line in the program, such as wrappers, are left out.
         """
         lines = [line for line in lines if not _is_around(line.file)]
         driver = (n for n, line in enumerate(lines) if _is_within(line.file, _TOOLS))
         lines = lines[: next(driver, len(lines))]
         lines = [line for line in lines if not _is_within(line.file, _JAXPAR)]
-        # A call of a function of the same line, such as a lambda, has a frame of its own.
+        # Calling a function of the same line, such as a lambda, adds a frame.
         lines = [next(group) for _, group in groupby(lines, key=lambda line: line.short)]
         own = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)
         inner, outer = lines[: own + 1], lines[own + 1 :]
@@ -183,12 +177,10 @@ class Sources:
         return len(self._numbers[line.file, line.function]) > 1
 
     def packages(self) -> list[str]:
-        """The installed packages that lines of the program are of."""
         modules = (_module(line.file) for line, _ in self._frames.values())
         return sorted({module[0] for module in modules if module})
 
     def has(self, package: str) -> bool:
-        """Whether a line of the program is of a package."""
         return any(line.is_of(package) for line, _ in self._frames.values())
 
 
@@ -197,12 +189,12 @@ def _unquoted(text: str) -> str:
 
 
 def own_line(lines: Sequence[Line]) -> Line | None:
-    """Of the lines of an instruction the innermost of the user's own, else the innermost."""
+    """Returns the user's innermost line, or else the innermost."""
     return next((line for line in lines if line.is_own), next(iter(lines), None))
 
 
 def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
-    """The frames of a chain that are shown: the innermost ones, and always the user's own."""
+    """Returns the innermost frames of a chain, and always the user's own."""
     own = own_line(chain)
     if own is None or own in chain[:MOST_FRAMES]:
         return tuple(chain[:MOST_FRAMES])
@@ -210,12 +202,12 @@ def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
 
 
 def chain_text(chain: Sequence[Line], own: Line | None) -> str:
-    """Frames as `linear.py:287 < model.py:14 in Attention.__call__ < model.py:23`."""
+    """Returns frames as `linear.py:287 < model.py:14 in Attention.__call__ < model.py:23`."""
     return " < ".join(str(line) if line == own else line.short for line in chain)
 
 
 def line_of(eqn: core.JaxprEqn) -> Line | None:
-    """The user's own line that an equation of a traced program comes from, if there is one."""
+    """Returns the user's line of a traced equation, or None."""
     traceback = getattr(eqn.source_info, "traceback", None)
     frames = () if traceback is None else traceback.frames
     found = own_line([Line(f.file_name, f.line_num, f.function_name) for f in frames])
@@ -223,7 +215,7 @@ def line_of(eqn: core.JaxprEqn) -> Line | None:
 
 
 def scopes_of(op_name: str) -> tuple[str, ...]:
-    """The names that `jax.named_scope` and modules gave, in the name of an operation.
+    """Returns the scopes (`jax.named_scope`, modules) in an operation's name.
 
     `jit(step)/transpose(jvp(mlp))/while/body/attention/dot_general` is in `mlp` and `attention`.
     """
@@ -238,7 +230,6 @@ def scopes_of(op_name: str) -> tuple[str, ...]:
 
 
 def _parts(op_name: str) -> list[str]:
-    """Splits at the slashes outside of parentheses."""
     parts, depth = [""], 0
     for letter in op_name:
         depth += (letter == "(") - (letter == ")")
@@ -250,12 +241,10 @@ def _parts(op_name: str) -> list[str]:
 
 
 def primitive_of(op_name: str) -> str:
-    """The primitive that an operation of the traced program is."""
     return _parts(op_name)[-1]
 
 
 def phase_of(op_name: str) -> str:
-    """Whether an operation is of the forward pass, of the backward, or one done again for it."""
     if "rematted_computation" in op_name:
         return "recomputation"
     return "backward" if "transpose(" in op_name else "forward"

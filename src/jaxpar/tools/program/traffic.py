@@ -7,17 +7,17 @@ from jaxpar.tools.program.hlo import Computation, Instruction
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
-_ALIKE = ("convert", "copy", "transpose")  # of which each number is made of one
-_VMEM = 1  # as HLO numbers memories
+_ALIKE = ("convert", "copy", "transpose")  # each number comes from one number
+_VMEM = 1  # HLO's number of the memory
 
 
 def moved_by(i: Instruction) -> tuple[int, int, int]:
-    """Bytes read and written, those of them in VMEM, and how many numbers they are."""
+    """Returns bytes read and written, those of them in VMEM, and how many numbers."""
     moved = in_vmem = elements = 0.0
     for x, size in (*zip(i.operands, _read(i), strict=True), (i, _written(i))):
         share = size / max(x.bytes, 1)
         moved += size
-        # Single numbers are in a scalar memory.
+        # Single numbers are in scalar memory.
         near = (array for array in x.arrays if array.memory == _VMEM or not array.shape)
         in_vmem += share * sum(array.bytes for array in near)
         elements += share * sum(prod(array.shape) for array in x.arrays)
@@ -25,7 +25,7 @@ def moved_by(i: Instruction) -> tuple[int, int, int]:
 
 
 def _read(i: Instruction) -> list[int]:
-    """Bytes of each operand; of one that is sliced, gathered from or updated, of what is taken."""
+    """Returns bytes read of each operand; of slices and gathers the used part."""
     read = [operand.bytes for operand in i.operands]
     if i.opcode in _SLICES:
         read[0] = min(read[0], i.bytes)
@@ -41,24 +41,23 @@ def _read(i: Instruction) -> list[int]:
 
 
 def _written(i: Instruction) -> int:
-    """Bytes of each result; of a buffer that is updated, of what is written into it."""
+    """Returns bytes written; of an updated buffer, only the update."""
     return sum(_updates(x) if x.opcode in _UPDATES else x.bytes for x in _results(i))
 
 
 def _buffers(i: Instruction) -> int:
-    """How many of the first operands of a slice update or a scatter are updated."""
     return 1 if i.opcode == "dynamic-update-slice" else len(i.operands) // 2
 
 
 def _updates(i: Instruction) -> int:
-    """Bytes that a slice update writes; of a scatter, which adds them, what it reads and writes."""
+    """Returns bytes that an update writes; a scatter also reads what it adds to."""
     if i.opcode == "dynamic-update-slice":
         return i.operands[1].bytes
     return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
 
 
 def _results(i: Instruction) -> Iterator[Instruction]:
-    """What makes the results of an instruction, in the fusions that it may consist of."""
+    """Yields the makers of an instruction's results, also inside fusions."""
     if i.opcode == "fusion":
         yield from _results(i.called[0].root)
     elif i.opcode == "tuple" or _is_a_view(i):
@@ -69,7 +68,7 @@ def _results(i: Instruction) -> Iterator[Instruction]:
 
 
 def _taken(inner: Computation, value: Instruction, results: frozenset[Instruction]) -> int | None:
-    """Bytes that a computation reads of a value of which it takes slices; None: of the whole."""
+    """Returns bytes read of a sliced value; None if all are."""
     taken = 0
     for user in inner.instructions:
         for number, operand in enumerate(user.operands):
@@ -92,7 +91,7 @@ def _taken(inner: Computation, value: Instruction, results: frozenset[Instructio
 
 
 def _is_a_view(i: Instruction) -> bool:
-    """Whether an instruction only names the bytes of its one operand, also in a fusion."""
+    """Returns whether an instruction only renames the bytes of its operand."""
     if i.opcode == "fusion" and len(i.operands) == 1:
         inside = i.called[0].instructions
         return all(x.opcode == "parameter" or _is_a_view(x) for x in inside)

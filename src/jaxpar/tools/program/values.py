@@ -1,4 +1,4 @@
-"""How values go from instruction to instruction: through tuples, fusions, loops and branches."""
+"""Follows values through tuples, fusions, loops and branches."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +10,15 @@ from jaxpar.tools.program.hlo import Computation, Hlo, Instruction
 
 _FUSIONS = ("fusion", "fusion-start", "call")
 _ENTERED = (*_FUSIONS, "while", "conditional", "async-start", "call-start")
-_BY_OPERAND = {  # collectives of several arrays, whose results are in the order of the operands
+_BY_OPERAND = {  # collectives of several arrays: results in the order of operands
     *("all-gather", "all-reduce", "reduce-scatter", "all-reduce-start", "all-reduce-done"),
 }
-# What runs on another core, of which each result is handed on by a start, an update and a done.
+# Work on another core: a start, an update and a done pass on each result.
 _ELSEWHERE = {
     f"{kind}-{part}" for kind in ("async", "call") for part in ("start", "update", "done")
 }
 
-# What gives numbers another place, dtype or shape, and leaves them what they are.
+# These change the place, dtype or shape of numbers, not their values.
 _MOVES = {
     *("all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"),
     *("bitcast", "bitcast-convert", "broadcast", "concatenate", "convert", "copy", "domain"),
@@ -28,21 +28,21 @@ _MOVES = {
 }
 _MARKS = {"AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast", "Sharding"}
 _SUMS = {"all-reduce", "reduce-scatter"}
-# Sums of parts are parts of the sum: what comes before an all-reduce and leaves it to be done.
+# These map parts of a sum to parts of a sum, so the all-reduce can follow them.
 _LINEAR = {"add", "subtract", "multiply", "divide", "negate", "select", "reduce"}
 _PRODUCTS = {"dot", "convolution", "ragged-dot", "gather", "scatter", "custom-call"}
 _ACROSS = {"reduce", "reduce-window", "sort", "rng-bit-generator", "iota", "constant"}
 
 
 class Value(NamedTuple):
-    """What an instruction results in; of a loop's or a computation's tuple, one element."""
+    """The result of an instruction, or an element of its tuple."""
 
     instruction: Instruction
     element: int | None = None
 
     @property
     def kind(self) -> str:
-        """The opcode, one word for a start, an update and a done; none of a mark."""
+        """Returns the opcode, the same for start, update and done."""
         opcode = self.instruction.opcode
         for ending in ("-start", "-update", "-done"):
             opcode = opcode.removesuffix(ending)
@@ -50,43 +50,40 @@ class Value(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether it has the numbers of its sources, in another place or form."""
+        """Returns whether it only changes the place or form of numbers."""
         return self.kind in _MOVES
 
     @property
     def sums(self) -> bool:
-        """Whether it is the sum of what devices have."""
         return self.kind in _SUMS
 
     @property
     def multiplies(self) -> bool:
-        """Whether it is a product, or looks rows up, or adds to them."""
+        """Returns whether it is a product, a gather or a scatter."""
         return self.kind in _PRODUCTS
 
     @property
     def is_linear(self) -> bool:
-        """Whether parts of a sum go in, and parts of a sum come out."""
+        """Returns whether it maps parts of a sum to parts of a sum."""
         return self.moves or self.kind in _LINEAR
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether an entry of the result comes from one entry of each source."""
+        """Returns whether each entry comes from one entry of each source."""
         return not self.multiplies and self.kind not in _ACROSS
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is one number: a norm or a loss, not an array's gradient."""
+        """Returns whether it is one number, such as a norm or a loss."""
         arrays = self.instruction.arrays
         return self.element is None and all(not array.shape for array in arrays)
 
 
 class Values:
-    """The values of a program, and from which others each one comes."""
-
     def __init__(self, hlo: Hlo) -> None:
         self.hlo = hlo
         self.callers: dict[Computation, list[Instruction]] = defaultdict(list)
-        # Of what starts on another core, the instruction that brings its operands.
+        # For a start on another core, the instruction with its operands.
         self.updates: dict[Instruction, Instruction] = {}
         self.instructions: dict[str, Instruction] = {}
         for computation in hlo.computations.values():
@@ -104,7 +101,7 @@ class Values:
         }
 
     def value(self, i: Instruction, element: int | None = None) -> Value:
-        """The value of an instruction, found through tuples, fusions and calls."""
+        """Returns an instruction's value, found through tuples, fusions and calls."""
         while True:
             if i.opcode == "get-tuple-element":
                 i, element = i.operands[0], int(i.after("index="))
@@ -120,7 +117,7 @@ class Values:
         return Value(i, element if keeps and i.type_text.startswith("(") else None)
 
     def maker(self, i: Instruction) -> Value:
-        """What makes a value, which may be outside of the computation that it is given to."""
+        """Returns the maker of a value, also outside of its computation."""
         value = self.value(i)
         while value.kind == "parameter":
             sources = [source for source in self.sources(value) if source != value]
@@ -130,7 +127,6 @@ class Values:
         return value
 
     def sources(self, value: Value) -> Iterator[Value]:
-        """The values from which one comes."""
         i, element = value
         if i.opcode == "parameter":
             number = int(i.operand_text)
@@ -159,11 +155,10 @@ class Values:
     def _given(
         self, caller: Instruction, to: Computation, number: int, element: int | None
     ) -> Iterator[Value]:
-        """What a caller gives a computation as its parameter of this number."""
         if caller.opcode == "while":
             yield self.value(caller.operands[0], element)
             yield self.value(caller.called_as("body").root, element)
-        elif caller.opcode == "conditional":  # the first operand chooses
+        elif caller.opcode == "conditional":  # the first operand is the choice
             yield self.value(caller.operands[1 + caller.called.index(to)], element)
         elif caller in self.updates and not caller.operands:
             yield self.value(self.updates[caller].operands[1 + number], element)
@@ -172,7 +167,6 @@ class Values:
 
     @cached_property
     def users(self) -> dict[Value, list[Value]]:
-        """The values that come from each one."""
         found: dict[Value, list[Value]] = defaultdict(list)
         seen = set[Value]()
         todo = [
@@ -199,14 +193,13 @@ class Values:
                 yield [self.value(root, n) for n in range(len(root.operands))]
 
     def results(self) -> list[Value]:
-        """What the program results in, flat."""
         root = self.hlo.entry.root
         if not root.type_text.startswith("("):
             return [self.value(root)]
         return [self.value(root, n) for n in range(len(root.arrays))]
 
     def collective(self, name: str) -> Instruction | None:
-        """The collective in the instruction of this name, which may be a start or a fusion."""
+        """Returns the collective in a named start or fusion."""
         i = self.instructions.get(name)
         if i is not None and i.opcode == "call-update" and i.operands:
             i = i.operands[0]
@@ -214,7 +207,7 @@ class Values:
 
 
 def reached(start: Iterable[Value], step: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-    """All values that steps from some lead to, these included, the nearest first."""
+    """Yields all values that steps reach, the nearest first."""
     level, seen = list(start), set[Value]()
     while level:
         following: list[Value] = []

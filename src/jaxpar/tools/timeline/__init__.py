@@ -1,1 +1,1 @@
-"""A program on a described or measured chip: what computes, travels and waits."""
+"""Timelines of programs."""

@@ -1,10 +1,8 @@
-"""Which instruction a kernel is of, where XLA launched many at once.
+"""Names the instructions of kernels in command buffers, which CUDA launches as one graph.
 
-XLA records kernels of a GPU in command buffers, which CUDA launches as one graph. A profile then
-names the buffer (`command_buffer_1`) and the kernel. XLA calls its own kernels after an instruction
-(`fusion.18` is `fusion_18`), and equal instructions share one. Kernels of libraries have names of
-their own. A buffer keeps the order of the schedule. So a kernel between two that are known belongs
-to an instruction between theirs.
+A profile has only the buffer's and the kernel's name. XLA names its own kernels after an
+instruction (`fusion_18` for `fusion.18`); library kernels have other names. A buffer keeps the
+schedule's order, so an unknown kernel belongs between the instructions of its known neighbours.
 """
 
 import re
@@ -17,9 +15,9 @@ from jaxpar.tools.timeline.planes import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:
-    """Returns what ran, by its start, with what buffers launched called after its instruction."""
+    """Returns what ran, by start, with kernels of buffers named after instructions."""
     ran = sorted(ran, key=lambda one: one.start)
-    launches: dict[tuple[str, int], list[int]] = {}  # places of what one launch of a buffer ran
+    launches: dict[tuple[str, int], list[int]] = {}  # indices into `ran`, by launch of a buffer
     for place, one in enumerate(ran):
         if one.launch is not None:
             launches.setdefault((one.name, one.launch), []).append(place)
@@ -31,7 +29,7 @@ def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list
 
 
 def _named(kernels: Sequence[str], schedules: Sequence[Schedule]) -> list[str]:
-    """The instructions of one buffer's kernels, of the schedule that knows most of them."""
+    """Returns a buffer's instructions, from the schedule that has most of its kernels."""
 
     def known(schedule: Schedule) -> int:
         return len({_kernel(one) for one in schedule.operations} & set(kernels))
@@ -49,22 +47,21 @@ def _kernel(operation: Operation) -> str:
 
 
 def _is_memset(kernel: str) -> bool:
-    """Whether it only prepares memory, for the kernel that follows."""
     return kernel.startswith("Memset")
 
 
 def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
-    """The place of each kernel's operation, of operations that call kernels of their `own` so."""
+    """Returns the index of each kernel in the operations' kernel names `own`."""
     found: list[int] = []
-    waiting: list[str] = []  # kernels since the last one that is known
+    waiting: list[str] = []  # unknown kernels since the last known one
     for kernel in kernels:
         last = found[-1] if found else -1
-        # A kernel that was there before is another instruction's, which is alike.
+        # A kernel found only further back belongs to another, equal instruction.
         if kernel not in own[last + 1 :]:
             waiting.append(kernel)
             continue
         place = own.index(kernel, last + 1)
-        prepares = len([*takewhile(_is_memset, reversed(waiting))])  # this kernel, not those before
+        prepares = len([*takewhile(_is_memset, reversed(waiting))])  # this one, not those before
         before = waiting[: len(waiting) - prepares]
         found += _between(before, range(last + 1, place), last) + [place] * (prepares + 1)
         waiting = []
@@ -73,9 +70,9 @@ def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
 
 
 def _between(kernels: Sequence[str], places: range, last: int) -> list[int]:
-    """The places of kernels that are called after no instruction, among those where they may be."""
+    """Returns indices for unknown kernels."""
     is_own = [not _is_memset(kernel) for kernel in kernels]
-    # In front of all that is known are the last ones, elsewhere the first ones.
+    # Before the first known kernel, take the last places. Elsewhere take the first places.
     chosen = places[max(0, len(places) - sum(is_own)) :] if last < 0 else places[: sum(is_own)]
     found: list[int] = []
     number = 0

@@ -1,4 +1,4 @@
-"""The CUDA plugin of JAX: where it is, and the GPUs that it describes."""
+"""Finds JAX's CUDA plugin and the GPUs that it describes."""
 
 import importlib.util
 import mmap
@@ -8,8 +8,9 @@ from typing import Any
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
-# Of some GPUs: compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed.
-# Shared memory of one multiprocessor is 164 KiB on the first and 228 on the others.
+# Compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed. Little
+# depends on them: without a device no tiles are tuned.
+# A multiprocessor of the first has 164 KiB of shared memory, of the others 228 KiB.
 _KNOWN = {
     "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 40 << 20, 1.41, 80 << 30, 2_039_000_000_000),
     "NVIDIA H100 80GB HBM3": ((9, 0), 132, 50 << 20, 1.98, 80 << 30, 3_352_000_000_000),
@@ -19,15 +20,13 @@ _KNOWN = {
 
 
 def find_plugin() -> str | None:
-    """The CUDA plugin's module, None where none is installed."""
     return next((name for name in PLUGINS if _find_spec(name) is not None), None)
 
 
 def described_gpus(plugin: str) -> dict[str, str]:
-    """Descriptions of GPUs, by name in lower case with hyphens: GpuTargetConfigProto texts.
+    """Returns GpuTargetConfigProto texts by GPU name (see `slug`).
 
-    They are those that the plugin carries, or, where it carries none (as with jax 0.10), those of
-    the GPUs above. No tiles are tuned without a device, so that little depends on the rest.
+    The plugin of jax 0.10 has none, so `_KNOWN` is used.
     """
     folder = Path(next(iter(_find_spec(plugin).submodule_search_locations)))
     with (folder / "xla_cuda_plugin.so").open("rb") as file:
@@ -44,7 +43,7 @@ def described_gpus(plugin: str) -> dict[str, str]:
 
 
 def slug(description: str) -> str:
-    """A GPU's name in lower case, its words joined by hyphens, without the vendor."""
+    """Returns a GPU's name without the vendor, in lower case with hyphens."""
     words = re.findall(r"[a-z0-9.]+", description.lower())
     return "-".join(word for word in words if word not in ("nvidia", "tesla"))
 

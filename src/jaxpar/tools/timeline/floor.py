@@ -1,4 +1,4 @@
-"""Floors: what a matmul in one piece, or a program at peak, or its bytes alone would take."""
+"""Floors: times that no schedule beats, of computation alone or transfers alone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_fo
 @readable
 @dataclass(frozen=True)
 class Floor:
-    """The two times of which no schedule beats the longer one; seconds.
+    """Two lower limits of a time, in seconds. No schedule beats the longer one.
 
     Attributes:
-      compute: of all that is computed.
-      transfer: of all bytes over all links that a device of the group has to others of it.
-      one_ring: of all bytes over two links, one each way: what no ring beats by itself, nor a
-        collective that is one; 0 of a program, which may go round several.
+      compute: all computation.
+      transfer: all bytes over all of a device's links to its group.
+      one_ring: all bytes over two links, one in each direction, the limit of a single ring. It is 0
+        for a program.
 
     Example:
       >>> Floor(compute=2e-3, transfer=1e-3).total
@@ -47,12 +47,12 @@ class Floor:
 
     @property
     def total(self) -> float:
-        """The floor itself."""
+        """Returns the longer of `compute` and `transfer`."""
         return max(self.compute, self.transfer)
 
     @property
     def of_one_ring(self) -> float:
-        """The floor of whatever goes round one ring."""
+        """Returns the floor of an algorithm that uses one ring."""
         return max(self.total, self.one_ring)
 
 
@@ -69,28 +69,25 @@ def matmul_floor(
     dtype: Any = jnp.bfloat16,
     grad: bool = False,
 ) -> Floor:
-    """Returns the floor of an overlapped matmul: all of it in one piece, or its bytes alone.
+    """Returns the floor of an overlapped matmul: its computation alone or its bytes alone.
 
     Args:
       target: from `jaxpar.schedule.target`.
-      subscripts: of the local einsum, as in `"mk,kn->mn"`.
+      subscripts: the local einsum, as in `"mk,kn->mn"`.
       lhs: local shape of the left operand, gathered.
       rhs: local shape of the right operand, gathered.
-      sent_bytes: what one device must send in the forward pass: `(n - 1) / n` of the bytes of the
-        gathered operand, or of the result before it is scattered.
-      axis: the mesh axes over which it is gathered or scattered, whose links count. None: one that
-        is a ring of links by itself.
+      sent_bytes: sent by one device in the forward pass: `(n - 1) / n` of the gathered operand, or
+        of the result before its scatter.
+      axis: the mesh axes of the gather or scatter. None: one ring.
       dtype: of operands and result.
-      grad: forward and backward: three matmuls, and the bytes twice.
+      grad: counts three matmuls and twice the bytes.
 
     Returns:
-      A `Floor`. Its compute time is the compiler's own for the matmul in one piece, compiled here;
-      its transfer time is that of the links between the devices of a group, two for each closed
-      dimension that it spans; of a group that does not close, those of its corners. A GPU has a
-      port.
+      A `Floor`. Its compute time is the compiler's for the matmul in one piece, compiled here. Its
+      transfers use the fewest links that a device has to its group; a GPU has one port.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of; subscripts that do not fit the shapes.
+      ValueError: no figures of the chip; subscripts that do not fit the shapes.
 
     Example:
       >>> from jaxpar.schedule import matmul_floor, target
@@ -118,7 +115,7 @@ def matmul_floor(
 
 
 def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
-    """The places, in the order of the mesh, of the devices of each ring over an axis."""
+    """Returns the mesh positions of the devices in each ring."""
     names = axis_names(axis)
     along = [mesh.axis_names.index(name) for name in names]
     others = [place for place in range(mesh.devices.ndim) if place not in along]
@@ -131,22 +128,20 @@ def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
 def program_floor(
     program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
 ) -> Floor:
-    """Returns the floor of a whole program: its FLOPs at peak, or its bytes over the links.
+    """Returns the floor of a program: its FLOPs at peak or its bytes over all links.
 
     Args:
       program: from `compile_for`.
-      played: its timeline, where it is at hand.
-      chip: figures to use in place of the target's.
+      played: its timeline, if you have it already.
+      chip: figures to use instead of the target's.
 
     Returns:
-      A `Floor`. FLOPs are those of the matmuls of the traced program, operands of 32 bits counted
-      at the peak of 16, of 8 at twice that, or those of the compiled program where they are fewer:
-      compilers compute alike matmuls once. Bytes are those that the collectives of the compiled
-      program send, over all links of a device at once; a GPU's switch may add, so that of a sum
-      half of them are.
+      A `Floor`. FLOPs are those of the traced or the compiled matmuls, whichever are fewer.
+      Operands of 32 bits count at the peak of 16 bits, operands of 8 bits at twice that peak. Half
+      of a sum's bytes count on GPUs, whose switch may add.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of, and none given.
+      ValueError: no figures of the chip, and none given.
 
     Example:
       >>> from jaxpar.schedule import compile_for, program_floor, target

@@ -1,4 +1,4 @@
-"""What tracing gives of a step that a framework has jitted, or that computes while it is traced."""
+"""Traces steps that a framework has jitted, or that compute during tracing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jax.sharding import Mesh
 
 
 def traced_by_jax(traced: Any) -> Any:
-    """Returns the stage of JAX's that is in a framework's; one of JAX's as it is."""
-    return getattr(traced, "traced", traced)  # flax has one around that of JAX
+    """Returns JAX's stage, also out of a framework's stage."""
+    return getattr(traced, "traced", traced)  # flax wraps JAX's
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What tracing a function gave.
+    """The result of tracing.
 
     Attributes:
-      stage: one of JAX's.
-      is_of_function: whether it is what compiling the function compiles. Else the function is a
-        framework's, or described devices cannot do what it computes while it is traced.
+      stage: of JAX.
+      is_of_function: whether compiling the function compiles this stage. Not for a framework's
+        function, nor if described devices cannot run what it computes during tracing.
     """
 
     stage: Any
@@ -31,17 +31,12 @@ class Traced:
 
 
 def traced_for(mesh: Mesh, jitted: Any, args: Sequence[Any]) -> Traced:
-    """Traces a jitted function in the context of a mesh.
-
-    Raises:
-      Exception: what tracing raises.
-    """
     try:
         with jax.set_mesh(mesh):
             found = jitted.trace(*args)
     except (AttributeError, jax.errors.JaxRuntimeError) as reason:
-        # Described devices run nothing, also not what `jax.ensure_compile_time_eval` is for. An
-        # abstract mesh leaves that to the devices at hand.
+        # Described devices run nothing, so `jax.ensure_compile_time_eval` fails on them. With an
+        # abstract mesh it runs on the devices at hand.
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 found = jitted.trace(*args)
@@ -53,16 +48,12 @@ def traced_for(mesh: Mesh, jitted: Any, args: Sequence[Any]) -> Traced:
 
 
 def donated_by(traced: Any) -> set[core.Var]:
-    """Returns the arguments that a jitted function donates."""
     infos = jax.tree.leaves(traced.args_info)
     return {var for var, x in zip(traced.jaxpr.jaxpr.invars, infos, strict=False) if x.donated}
 
 
 def donated_inside(jaxpr: core.Jaxpr) -> set[core.Var]:
-    """Returns the arguments that the jitted functions which a function calls donate.
-
-    Called by itself, without `jax.jit`, it donates them.
-    """
+    """Returns the arguments that inner jitted functions donate; the outer one then donates them."""
     given = {
         var
         for eqn in jaxpr.eqns

@@ -1,9 +1,8 @@
-"""What XLA measured of GPUs: times of matmuls and collectives, from tables in the CUDA plugin.
+"""XLA's measured times of GPU matmuls and collectives, from tables in the CUDA plugin.
 
-XLA's own cost model of GPUs has them in it, by the GPU's compute capability. Between two sizes of a
-table times are interpolated in their logarithms. Beyond its largest size they grow as the work
-does. Of matmuls below its smallest one there is nothing to go by. A GPU without a table takes the
-times of another one by the ratio of their peaks, or of their links.
+Between two sizes, times are interpolated in logarithms. Beyond the largest size they grow with the
+work. Below the smallest size of matmuls there is none. A GPU without a table uses another's, scaled
+by their peaks or links.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from math import exp, inf, log, prod
 from pathlib import Path
 from typing import Any
 
-# Whose matmuls and whose collectives a GPU takes, by the beginning of what JAX calls it.
+# The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
 _TABLES = {
     "NVIDIA A100": ("sm_90", "sm_90"),
     "NVIDIA H": ("sm_90", "sm_90"),
@@ -29,7 +28,7 @@ _TABLES = {
     "NVIDIA B300": ("sm_100_B200", "sm_103"),
     "NVIDIA GB300": ("sm_100_B200", "sm_103"),
 }
-# The GPUs that the tables were measured on.
+# The GPUs on which the tables were measured.
 _MEASURED_ON = {
     "sm_90": "NVIDIA H100 80GB HBM3",
     "sm_100_B200": "NVIDIA B200",
@@ -47,18 +46,17 @@ Sizes = tuple[int, ...]
 class GpuTables:
     """Seconds of matmuls by dtypes and [b, m, n, k]; of collectives by kind, group and bytes.
 
-    Permutes are of three kinds (`kind_of_permute`), and of no group: behind a switch a device has a
-    port of its own, however many take part.
+    Permutes have no group: behind a switch each device has its own port.
     """
 
     matmuls: Mapping[str, Mapping[Sizes, float]]
     collectives: Mapping[tuple[str, int], Mapping[Sizes, float]]
 
     def matmul(self, dtypes: str, sizes: Sizes) -> float | None:
-        """Seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k].
+        """Returns the seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k].
 
-        Numbers of 16 bits are as fast as bfloat16. Those of 8 take half of its time at least: some
-        of the tables' own rates of float8 are above the peak of the GPU.
+        8-bit numbers take at least half of bfloat16's time: some rates of the tables are above the
+        peak.
         """
         if not sizes:
             return None
@@ -70,31 +68,28 @@ class GpuTables:
         return max(own or 0.0, wide * bits / 16)
 
     def has(self, dtypes: str, sizes: Sizes) -> bool:
-        """Whether a product's time lies between those of a table, and does not go beyond them."""
+        """Returns whether a table covers these sizes."""
         narrow = {} if _bits(dtypes) > 16 else self._of("bf16xbf16")
         return _is_within(self._of(dtypes) or narrow, sizes)
 
     def _of(self, dtypes: str) -> Mapping[Sizes, float]:
-        """The table of two operands, whatever the result is."""
         operands = dtypes.partition("->")[0]
         named = (table for key, table in self.matmuls.items() if key.startswith(f"{operands}->"))
         return next(named, {})
 
     def has_collective(self, kind: str, group: int, whole: float) -> bool:
-        """Whether a collective's time is no longer than the longest of its table."""
         table = self.collectives.get((kind, group), {})
         return _is_within(table, (max(whole, *min(table, default=(0,))),))
 
     def collective(self, kind: str, group: int, whole: float) -> float | None:
-        """Seconds of a collective over groups of so many devices, of an array of so many bytes."""
+        """Returns the seconds of a collective, by group size and the array's bytes."""
         table = self.collectives.get((kind, group), {})
         return _between(table, (max(whole, *min(table, default=(0,))),))
 
     def slower(self, matmuls: float, collectives: float) -> "GpuTables":
-        """The same of a GPU that multiplies, and sends, so many times more slowly.
+        """Returns the tables of a GPU that is slower by these factors.
 
-        Links that are many times slower are of another kind, with other latencies: of them nothing
-        is known.
+        Links more than twice as slow have unknown latencies, so they get no times.
         """
         return GpuTables(
             {key: _times(table, matmuls) for key, table in self.matmuls.items()},
@@ -105,7 +100,7 @@ class GpuTables:
 
 
 def _bits(dtypes: str) -> int:
-    """Of the wider operand; truth values are as slow as numbers of 32."""
+    """Returns the bits of the wider operand; truth values count as 32."""
     operands = dtypes.partition("->")[0]
     return max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)), default=32)
 
@@ -122,7 +117,7 @@ def _is_within(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> bool:
 
 
 def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | None:
-    """The time at sizes between those of a table; None below them, or of no table."""
+    """Returns an interpolated time, or None."""
     grids = _grids(tuple(table))
     if not grids or any(size < grid[0] for size, grid in zip(sizes, grids, strict=True)):
         return None
@@ -138,12 +133,10 @@ def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | 
 
 @cache
 def _grids(known: tuple[Sizes, ...]) -> list[list[int]]:
-    """The sizes of each dimension, in their order."""
     return [sorted(set(dim)) for dim in zip(*known, strict=True)]
 
 
 def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
-    """The sizes on both sides, and how near each one is, of 1, in logarithms."""
     above = next(i for i, known in enumerate(grid) if known >= size)
     if grid[above] == size:
         return [(grid[above], 1.0)]
@@ -153,7 +146,7 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
 
 
 def measured_on(kind: str) -> tuple[str, str] | None:
-    """The GPUs on which the matmuls and the collectives were measured that a kind of GPU takes."""
+    """Returns the GPUs on which the tables of `kind` were measured: matmuls, collectives."""
     keys = _keys(kind)
     return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
 
@@ -164,7 +157,6 @@ def _keys(kind: str) -> tuple[str, str] | None:
 
 @cache
 def tables_of(plugin: str, kind: str) -> GpuTables | None:
-    """The tables that an installed plugin has for a kind of GPU, None where it has none."""
     keys, spec = _keys(kind), importlib.util.find_spec(plugin)
     if keys is None or spec is None or not spec.submodule_search_locations:
         return None
@@ -178,12 +170,12 @@ def tables_of(plugin: str, kind: str) -> GpuTables | None:
 
 
 def _matmuls(data: Any, key: str) -> dict[str, dict[Sizes, float]]:
-    """FLOPs per second, as text."""
+    """Reads a text of FLOPs per second."""
     times: dict[str, dict[Sizes, float]] = defaultdict(dict)
     start = data.find(_HEAD)
     if start >= 0:
         end = data.find(b"\0", start)
-        # Devices stand at the first level of the text.
+        # Devices are keys at the first level of the text.
         text = data[start:end].decode("ascii", "ignore")
         parts = re.split(r'^  key: "(.*)"', text, flags=re.MULTILINE)
         for name, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -194,11 +186,11 @@ def _matmuls(data: Any, key: str) -> dict[str, dict[Sizes, float]]:
     return dict(times)
 
 
-# -- a protobuf: of collectives, bytes per second -------------------------------------------------
+# -- collectives: a protobuf of bytes per second --------------------------------------------------
 
 
 def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float]]:
-    """Entries of `DeviceHloInstructionProfiles`, whose map has devices as keys."""
+    """Reads `DeviceHloInstructionProfiles`, a map with devices as keys."""
     name = b"\x0a" + bytes([len(key)]) + key.encode() + b"\x12"
     times: dict[tuple[str, int], dict[Sizes, float]] = defaultdict(dict)
     if (at := data.find(name)) < 0:
@@ -211,20 +203,20 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
         if not rate:
             continue
         group = dict(_fields(instruction.get(92, b""))).get(2, 0)
-        if kind == "collective-permute":  # each pair is a field of its own
+        if kind == "collective-permute":  # each pair is its own field
             pairs = [dict(_fields(value)) for key, value in _fields(fields[1]) if key == 52]
             kind = kind_of_permute([(pair.get(1, 0), pair.get(2, 0)) for pair in pairs])
         elif not group:
             continue
         elements = prod(_numbers(dict(_fields(instruction[3]))[3]))
-        # The rate is that of the whole array, of which a reduce-scatter leaves a part.
+        # The rate is of the full array; a reduce-scatter's result is a part of it.
         whole = 4 * elements * (group if kind == "reduce-scatter" else 1)
         times[kind, group][whole,] = whole / rate
     return {key: _never_falling(table) for key, table in times.items()}
 
 
 def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
-    """What a permute is in the tables: pairs that swap, others both of which send, or one way."""
+    """Returns a permute's kind in the tables: swapping, one way, or neither."""
     sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
     if set(pairs) == {(target, source) for source, target in pairs}:
         return "collective-permute, swapping"
@@ -232,7 +224,7 @@ def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
-    """No array takes longer than a larger one: single points of the tables are far off."""
+    """Returns times that never fall with size: single points are far off."""
     least, found = inf, dict[Sizes, float]()
     for sizes in sorted(table, reverse=True):
         found[sizes] = least = min(least, table[sizes])
@@ -240,7 +232,7 @@ def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
 
 
 def _number(data: Any, at: int) -> tuple[int, int]:
-    """A varint, and where it ends."""
+    """Returns a varint and its end."""
     found = shift = 0
     while True:
         byte = data[at]
@@ -259,7 +251,7 @@ def _numbers(packed: bytes) -> Iterator[int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message by their numbers: integers, or bytes."""
+    """Yields a message's fields by number: integers or bytes."""
     at = 0
     while at < len(data):
         key, at = _number(data, at)

@@ -1,4 +1,4 @@
-"""The links between described devices: which of them a transfer uses, and for how long."""
+"""The links between described devices, and the time of transfers over them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.gpu_tables import kind_of_permute
 from jaxpar.tools.timeline.target import measured_of
 
-# Gathers and sums of the SparseCores of this chip take several starts of a transfer.
+# A gather or sum on the SparseCores of this chip takes several starts of a transfer.
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
-RACK = 72  # GPUs that a switch joins beyond their host
+RACK = 72  # GPUs that one switch joins across hosts
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]
@@ -28,31 +28,28 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Route:
-    """What one byte a device costs: seconds on each link, and hops that add latency."""
+    """The cost of one byte per device: seconds on each link, and hops that add latency."""
 
     links: Int[np.ndarray, "used"]  # indices of the links in use
     seconds: Float[np.ndarray, "used"]  # of each of them
     hops: int
-    in_pieces: bool = False  # a piece goes on while the next one arrives
-    starts: float = 1.0  # how many starts of a transfer it takes
+    in_pieces: bool = False  # a piece is forwarded while the next one arrives
+    starts: float = 1.0  # how many starts of a transfer
 
     def of(self, size: float) -> "Route":
-        """The same for a message of this many bytes."""
         return replace(self, seconds=self.seconds * size)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A message on its way."""
-
     row: str  # where the timeline shows it
     sent: float  # bytes that one device sends
     route: Route
-    is_measured: bool = False  # of a GPU: its time lies between those of a table
+    is_measured: bool = False  # a GPU's table covers its size
 
 
 class Links:
-    """All links of a target; partitions are numbered in the order of the mesh."""
+    """All links of a target; partitions are in mesh order."""
 
     def __init__(self, mesh: Mesh, chip: Chip) -> None:
         self.mesh, self.chip = mesh, chip
@@ -63,16 +60,16 @@ class Links:
             self.coords = coords - coords.min(axis=0)
             self.extent = self.coords.max(axis=0) + 1
             self.wraps = closed_dims(devices[0].device_kind, self.extent)
-            self.count = int(self.extent.prod()) * len(self.extent) * 2  # both ways from each node
+            self.count = int(self.extent.prod()) * len(self.extent) * 2  # two at each end
         else:
             self.host = np.array([_switch_of(device, chip) for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
         self.tables = measured_of(chip)
         self.permute = lru_cache(maxsize=None)(self._permute)
-        self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by the axes' names
+        self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by names of axes
 
     def transfer(self, message: Message, share: float) -> Transfer:
-        """How a message travels, or this share of its payload."""
+        """Returns the transfer of this share of a message."""
         payload, kind = message.payload * share, message.kind
         if kind == "collective-permute":
             row, route = self._lane(message.pairs), self.permute(message.pairs).of(payload)
@@ -94,7 +91,7 @@ class Links:
         return Transfer(row, sent, route)
 
     def latency(self, route: Route) -> float:
-        """Seconds that a message takes besides those of its bytes."""
+        """Returns a message's seconds beyond those of its bytes."""
         hops = route.hops * self.chip.latency
         if route.in_pieces:
             hops = max(0.0, hops - float(route.seconds.max(initial=0.0)))
@@ -103,7 +100,7 @@ class Links:
     def _measured(
         self, kind: str, groups: Groups, size: int, whole: float
     ) -> tuple[Route, bool] | None:
-        """Of so many bytes in all behind one switch: as was measured, and whether of as many."""
+        """Returns a table's route, and whether the table covers the size."""
         if self.tables is None or any(len(set(self.host[list(group)])) > 1 for group in groups):
             return None
         seconds = self.tables.collective(kind, size, whole) if groups else None
@@ -114,14 +111,11 @@ class Links:
         return Route(ports, np.full(len(ports), seconds), 0), is_within
 
     def _lane(self, pairs: Pairs) -> str:
-        """Where a permute goes, those of several rings over the same axes told apart.
-
-        Rings are numbered as they come; of each the way that comes first is `+`.
-        """
+        """Numbers rings over the same axes by appearance; a ring's first direction is `+`."""
         name = lane_of(self.mesh, pairs)
         sources, targets = map(set, zip(*pairs, strict=True))
         if name == "itself" or name[-1:].isdecimal() or sources != targets:
-            return name  # a step along each axis says it all, and what is no ring is none
+            return name  # its offset names it, or it is no ring
         ways = frozenset(map(frozenset, pairs))
         rings = self._rings.setdefault(name, {})
         first = rings.setdefault(ways, pairs)
@@ -129,7 +123,7 @@ class Links:
         return f"{name} ring {number}{'+' if set(pairs) == set(first) else '-'}"
 
     def used(self, transfer: Transfer) -> float:
-        """Over how many links a device sends, in the mean over those that send at all."""
+        """Returns a sender's links, on average."""
         if not self.chip.torus:
             return 1.0
         senders = np.unique(transfer.route.links // (2 * len(self.extent)))
@@ -137,21 +131,21 @@ class Links:
 
     @cached_property
     def there(self) -> int:
-        """How many links a device has, to other devices of the target; a port counts as one."""
+        """Returns how many links a device has; a port counts as one."""
         if not self.chip.torus:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
         return sum(both_ways)
 
     def least(self, transfer: Event) -> float:
-        """Seconds that the bytes of a transfer take over all links of a device at once."""
+        """Returns the seconds of a transfer's bytes over all of a device's links."""
         sent = transfer.bytes
         if not self.chip.torus and transfer.row.endswith("all-reduce"):
             sent /= 2  # a GPU's switch may add on the way
         return sent / (max(1, self.there) * self.chip.link)
 
     def within(self, groups: Groups) -> int:
-        """The fewest links that a device has to others of its group; a port counts as one."""
+        """Returns the fewest links of a device to its group; a port counts as one."""
         if not self.chip.torus:
             return 1
         return min(map(self._degree, groups))
@@ -159,10 +153,9 @@ class Links:
     def _degree(self, group: Sequence[int]) -> int:
         there = {tuple(coords) for coords in self.coords[list(group)].tolist()}
         fewest = min(len(self._next_to(place) & there) for place in group)
-        return fewest or 1  # devices of one chip have none between them
+        return fewest or 1  # devices of one chip have no link between them
 
     def _next_to(self, place: int) -> set[tuple[int, ...]]:
-        """The coordinates at the other ends of a device's links."""
         found: set[tuple[int, ...]] = set()
         here = self.coords[place]
         for dim, step in product(range(len(here)), (1, -1)):
@@ -174,19 +167,16 @@ class Links:
         return found
 
     def _permute(self, pairs: Pairs) -> Route:
-        """Each source sends one message to its target, axis by axis of the torus."""
         source, target = np.array(pairs, dtype=int).reshape(-1, 2).T
         load, hops = self._load(source, target)
         return self._route(load, hops, starts=PERMUTE_STARTS if self.chip.torus else 1.0)
 
     def ring(self, groups: Groups, passes: int, message: Message) -> Route:
-        """A collective of XLA's own, for each byte of the whole array: a gather is one pass.
+        """Returns the route of XLA's own collective, per byte of the full array.
 
-        It is laid on the links between the members of a group, in both directions. Of a dimension
-        that does not close, what goes round comes back over the links that it went out on: there
-        are as many ways as the ends have links. Groups that lie between each other along one
-        dimension share its links; over several, they are taken to find links of their own, but for
-        those of the cores of the same chips.
+        A gather is one pass. A closed dimension has two directions. An open one has one, because
+        data returns over the same links. Groups interleaved along one dimension share its links.
+        Over several dimensions only cores of the same chips do.
         """
         members = np.array(groups)  # [groups, size]
         size = members.shape[1]
@@ -210,12 +200,11 @@ class Links:
         return self._route(load, passes * hops, one_ring, starts)
 
     def _on_the_same_chips(self, members: Int[np.ndarray, "groups size"]) -> int:
-        """How many groups consist of devices of the same chips."""
         chips = Counter(frozenset(map(tuple, self.coords[group].tolist())) for group in members)
         return max(chips.values())
 
     def _round(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
-        """The links between following members, one message each."""
+        """Returns the links between consecutive members."""
         following = np.roll(members, -1, axis=-1)
         load = np.zeros(self.count)
         for source, target in ((members, following), (following, members)):
@@ -223,17 +212,16 @@ class Links:
         return np.minimum(load, 1.0)
 
     def _ports(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
-        """Messages over each port in a collective that uses all of them, the network's too."""
+        """Returns the messages over each port, of switch and network."""
         load = np.zeros((4, self.devices))  # out and in, through the switch and through the network
         load[:2, members.reshape(-1)] = 1.0
         for group in members:
             hosts, counts = np.unique(self.host[group], return_counts=True)
-            if len(hosts) > 1:  # what leaves a host is spread over its members
+            if len(hosts) > 1:  # traffic out of a host is spread over its members
                 load[2:, group] = 1.0 / counts[np.searchsorted(hosts, self.host[group])]
         return load.reshape(-1)
 
     def all_to_all(self, groups: Groups) -> Route:
-        """Each member of a group sends an equal part of its message to each member."""
         load, most = np.zeros(self.count), 0
         members = np.array(groups)
         size = members.shape[1]
@@ -251,11 +239,10 @@ class Links:
     ) -> Route:
         used = np.flatnonzero(load)
         if not self.chip.torus and not (used >= 2 * self.devices).any():
-            starts = 0.0  # behind one switch: only the network takes one
+            starts = 0.0  # behind one switch: only the network takes a start
         return Route(used, load[used] / self._bandwidth()[used], hops, in_pieces, starts)
 
     def _bandwidth(self) -> Float[np.ndarray, "links"]:
-        """Bytes per second of each link."""
         if self.chip.torus:
             return np.full(self.count, self.chip.link)
         return np.repeat([self.chip.link, self.chip.network or self.chip.link], 2 * self.devices)
@@ -263,13 +250,13 @@ class Links:
     def _load(
         self, source: Int[np.ndarray, "messages"], target: Int[np.ndarray, "messages"]
     ) -> tuple[Float[np.ndarray, "links"], int]:
-        """Messages over each link, and the most links that one message crosses."""
+        """Returns the messages over each link and the most hops; messages go axis by axis."""
         load = np.zeros(self.count)
         if not self.chip.torus:
             across = self.host[source] != self.host[target]
             moves = source != target
             for shift, ends in ((0, source), (1, target)):
-                # The ports of all devices out of the switch, then in, out of the network, in.
+                # Ports in order: out to the switch, in from it, out to the network, in from it.
                 port = (2 * across + shift) * self.devices + ends
                 np.add.at(load, port[moves], 1.0)
             return load, 1
@@ -277,12 +264,12 @@ class Links:
         most = np.zeros(len(here), dtype=int)
         for dim, extent in enumerate(self.extent):
             apart = there[:, dim] - here[:, dim]
-            if self.wraps[dim]:  # the shorter way round
+            if self.wraps[dim]:  # the shorter direction
                 apart = (apart + extent // 2) % extent - extent // 2
-                # Half way round both ways are as short: a message and its answer take one each.
+                # Half way round, both directions are equal: a message and its answer take one each.
                 apart = np.where((2 * apart == -extent) & (here[:, dim] % 2 == 1), -apart, apart)
             most += np.abs(apart)
-            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages go one link on
+            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages advance by one link
                 step = np.sign(apart)
                 moving = step != 0
                 node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))
@@ -294,12 +281,11 @@ class Links:
 
 
 def _switch_of(gpu: Any, chip: Chip) -> int:
-    """Which switch joins a GPU to others: that of its host, or of its rack."""
     return gpu.id // chip.switched if chip.switched == RACK else gpu.process_index
 
 
 def lane_of(mesh: Mesh, pairs: Pairs) -> str:
-    """Names a permute by the mesh axes along which it moves, as in `"tp +1"`."""
+    """Names a permute by its mesh axes, as in `"tp +1"`."""
     shape = tuple(mesh.shape.values())
     source, target = (
         np.array(np.unravel_index(np.array(p), shape)) for p in zip(*pairs, strict=True)
@@ -316,7 +302,6 @@ def lane_of(mesh: Mesh, pairs: Pairs) -> str:
 
 
 def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
-    """Names a collective by the mesh axes over which it runs."""
     shape = tuple(mesh.shape.values())
     members = np.array(np.unravel_index(np.array(groups[0]), shape))  # [axes, size]
     return ",".join(
@@ -327,7 +312,6 @@ def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
 
 
 def axes_of(mesh: Mesh, message: Message) -> tuple[str, ...]:
-    """Names the mesh axes over which a message goes."""
     if message.kind == "collective-permute":
         text = lane_of(mesh, message.pairs)
     else:

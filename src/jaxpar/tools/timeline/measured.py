@@ -1,4 +1,4 @@
-"""From what ran on a device to the events of a timeline: what computed, travelled and waited."""
+"""Makes events of a timeline from what ran on a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxpar.tools.timeline.links import Links, Transfer
 from jaxpar.tools.timeline.planes import Ran
 from jaxpar.tools.timeline.under_way import Open, UnderWay
 
-# How HLO, JAX and NCCL call a collective; what sums and scatters begins like what sums.
+# Names of collectives in HLO, JAX and NCCL. In order: `psum-scatter` begins with `psum`.
 _NAMES = {
     "reduce-scatter": ("reduce-scatter", "psum-scatter", "nccldevkernel-reducescatter"),
     "all-gather": ("all-gather", "nccldevkernel-allgather"),
@@ -42,13 +42,11 @@ _NS = 1e-9
 
 
 class Measured:
-    """One run of a program on one device."""
-
     def __init__(
         self, ran: Sequence[Ran], start: float, known: Mapping[str, Operation], links: Links | None
     ) -> None:
         self.known, self.links = known, links
-        self.in_order = any(one.where == "core" for one in ran)  # nothing runs beside the core
+        self.in_order = any(one.where == "core" for one in ran)  # a TPU's core computes alone
         self.is_cpu = any(one.where == "thread" for one in ran)
         ran = list(_until_done(ran, known)) if self.is_cpu else ran
         self.ran = [replace(one, start=one.start - start, end=one.end - start) for one in ran]
@@ -64,11 +62,10 @@ class Measured:
         self._transfers: dict[str, Transfer] = {}
 
     def events(self) -> tuple[Event, ...]:
-        """Its events by time."""
         for one in self.ran:
             if one.where != "beside":
                 self._take(one, self.known.get(one.name) or _by_name(one))
-        for open in self.under_way.open:  # its done took no time that the trace shows
+        for open in self.under_way.open:  # the trace shows no time of its done
             self._arrive(open, open.event.end)
         if not self.in_order:
             self.found += _waits(self.found)
@@ -76,7 +73,7 @@ class Measured:
         return tuple(self._queued(events))
 
     def utilisation(self, total: float) -> float:
-        """Of the links in use: the share of the time that they need at their published speed."""
+        """Returns the share of `total` that the used links need at published speed."""
         used = self.busy[self.busy > 0]
         return float(used.mean() / total) if used.size and total else 0.0
 
@@ -94,7 +91,6 @@ class Measured:
                 self._add(one, operation, "compute", "compute", one.start, one.end)
 
     def _shows_inside(self, one: Ran, control: Control) -> bool:
-        """Whether what an instruction runs has events of its own."""
         if control.runs:
             inside = (inner.name for run in control.runs for inner in run.operations)
             return not self.names.isdisjoint(inside)
@@ -118,7 +114,6 @@ class Measured:
         self._arrive(open, one.end)
 
     def _arrive(self, open: Open[Ran], end: float) -> None:
-        """Adds what has arrived: from its start to its done, or as long as the trace has it."""
         start, begin = open.start, open.event.start
         beside = [x for x in self.beside[start.name] if x.start < end and x.end > begin]
         if beside:
@@ -145,8 +140,8 @@ class Measured:
         )
 
     def _queued(self, events: Iterable[Event]) -> Iterator[Event]:
-        """The events in their order, each transfer with the time that its links were in use."""
-        free = np.zeros(self.busy.size)  # when what was started before has left each link
+        """Sets how long each transfer's links were busy before it."""
+        free = np.zeros(self.busy.size)  # when earlier transfers have left each link
         for event in events:
             transfer = self._transfers.get(event.name) if event.kind == "transfer" else None
             if transfer is None or self.links is None or not isfinite(self.links.chip.link):
@@ -160,7 +155,7 @@ class Measured:
     def _add(
         self, one: Ran, operation: Operation, kind: Kind, row: str, start: float, end: float
     ) -> None:
-        # Equal times stay equal: all are whole nanoseconds up to here.
+        # Equal times stay equal: until here all are whole nanoseconds.
         times = start * _NS, end * _NS
         event = Event(operation.name, operation.op or one.op, kind, row, *times)
         is_matmul = kind == "compute" and operation.work.is_matmul
@@ -168,7 +163,7 @@ class Measured:
 
 
 def _by_name(one: Ran) -> Operation:
-    """What an instruction is of which only the trace speaks."""
+    """Returns an operation for an instruction that only the trace names."""
     said = [word.lower().replace("_", "-") for word in (one.kind, one.name) if word]
     is_matmul = any(word in text for text in said for word in _MATMULS)
     known = (one.name, one.op, (), Demand(is_matmul=is_matmul))
@@ -185,10 +180,7 @@ def _by_name(one: Ran) -> Operation:
 
 
 def _until_done(ran: Sequence[Ran], known: Mapping[str, Operation]) -> Iterator[Ran]:
-    """What ran on threads, each to where it was done.
-
-    That is when a thread noticed it, or before: what uses its result may have begun by then.
-    """
+    """Yields what ran on threads, until noticed as done or until a user of its result began."""
     users: dict[str, list[Operation]] = defaultdict(list)
     for operation in known.values():
         for operand in operation.operands:
@@ -206,12 +198,10 @@ def _until_done(ran: Sequence[Ran], known: Mapping[str, Operation]) -> Iterator[
         yield replace(one, end=max(one.end, end))
 
 
-# -- what no event of the trace says --------------------------------------------------------------
+# -- waits and overlaps, which no event of the trace shows ----------------------------------------
 
 
 class _During:
-    """Events, to be asked which of them are at a time."""
-
     def __init__(self, events: Iterable[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
         self.starts = [event.start for event in self.events]
@@ -224,7 +214,7 @@ class _During:
 
 
 def _waits(events: Sequence[Event]) -> Iterator[Event]:
-    """Where transfers are under way and nothing computes; of several, the first to arrive."""
+    """Yields the gaps of computation during transfers, for the first to arrive."""
     transfers = _During(event for event in events if event.kind == "transfer")
     for begin, end in _gaps(event for event in events if event.kind == "compute"):
         near = transfers.at(begin, end)
@@ -256,7 +246,6 @@ def _gaps(computing: Iterable[Event]) -> Iterator[tuple[float, float]]:
 
 
 def _covering(events: Sequence[Event]) -> Iterator[Event]:
-    """The events, each transfer with the matmuls beside it."""
     matmuls = _During(event for event in events if event.is_matmul)
     for event in events:
         if event.kind == "transfer" and not event.synchronous:

@@ -1,4 +1,4 @@
-"""Prediction and measurement of a program, instruction by instruction."""
+"""Compares predicted and measured times of instructions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from jaxpar.tools.timeline.event import Event, Kind
 from jaxpar.tools.timeline.timeline import Timeline
 
 Record = Mapping[str, Any]  # of an explanation
-Cells = tuple[str, str, str, str]  # predicted, measured, ratio, and of what
+Cells = tuple[str, str, str, str]  # predicted, measured, ratio, name
 
 
 @readable
 @dataclass(frozen=True)
 class MeasuredInstruction:
-    """One instruction as it was predicted and as it was measured, in all its runs in a step.
+    """The predicted and the measured time of one instruction in a step, over all its runs.
 
     Attributes:
       name: of the instruction.
-      kind: as of an `Event`: a transfer is one entry, and the wait for it another.
-      line: of the user's own that it comes from; None if the compiler says none.
-      predicted: seconds under the model; None: it has no such event there.
-      measured: seconds in the trace; None: it has no such event there.
+      kind: as of an `Event`. A transfer and the wait for it are two entries.
+      line: the user's line that it comes from; may be None.
+      predicted: simulated seconds; None without such an event.
+      measured: seconds in the trace; None without such an event.
 
     Example:
       >>> MeasuredInstruction("fusion.1", "compute", None, predicted=2e-6, measured=3e-6).ratio
@@ -42,7 +42,7 @@ class MeasuredInstruction:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None without either."""
+        """Returns measured over predicted, or None."""
         if not self.predicted or self.measured is None:
             return None
         return self.measured / self.predicted
@@ -51,7 +51,7 @@ class MeasuredInstruction:
 def instructions_of(
     exposures: Exposures, predicted: Timeline | None, measured: Timeline
 ) -> tuple[MeasuredInstruction, ...]:
-    """All instructions of a prediction and of a measurement, the longest first."""
+    """Returns all instructions, the longest first."""
     expected = _seconds(() if predicted is None else predicted.events)
     found = _seconds(measured.events)
     both = [
@@ -80,11 +80,10 @@ def _line(exposures: Exposures, name: str) -> Line | None:
     return own_line(exposures.origin(exposures.instruction(name))[1])
 
 
-# -- in words ------------------------------------------------------------------------------------
+# -- as text -------------------------------------------------------------------------------------
 
 
 def side_by_side(record: Record, most: int) -> Iterator[str]:
-    """Prediction and measurement: in all, of the longest instructions, and what has no partner."""
     for cells in (("predicted", "measured", "ratio", ""), *totals(record)):
         yield _columns(cells)
     for one in record["instructions"][:most]:
@@ -100,7 +99,6 @@ def _columns(cells: Sequence[str]) -> str:
 
 
 def totals(record: Record) -> Iterator[Cells]:
-    """What was predicted and measured in all, the ratio and what it is of."""
     predicted = record["predicted"] or {}
     for name, what in (
         ("seconds", "the step"),
@@ -112,7 +110,6 @@ def totals(record: Record) -> Iterator[Cells]:
 
 
 def side(one: Record) -> Cells:
-    """The same of one instruction."""
     line = f", {Line(**one['line'])}" if one["line"] else ""
     return _cells(one["predicted"], one["measured"], f"{one['kind']} {one['name']}{line}")
 
@@ -127,7 +124,6 @@ def _time(seconds: float | None) -> str:
 
 
 def alone(record: Record) -> Iterator[str]:
-    """What was only predicted, and what was only measured."""
     for own, other in (("predicted", "measured"), ("measured", "predicted")):
         found = [one for one in record["instructions"] if one[other] is None and one[own]]
         if found and record["predicted"] is not None:

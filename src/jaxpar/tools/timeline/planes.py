@@ -1,10 +1,8 @@
-"""What a profiler's trace says of each device: which instructions ran, and when.
+"""Reads which instructions ran on each device, and when, from a profiler's trace.
 
-Each platform writes it another way. A TPU has a line of the runs of programs, one of the
-instructions of its core, and one of what is under way beside them. A GPU has a line for each of its
-streams, with kernels that say which instruction launched them. CPU devices share the threads of
-their process: what they run says on which device, and what returns before it is done has an event
-of its own when it is.
+A TPU has lines for runs of programs, the core's instructions and asynchronous operations. A GPU has
+a line per stream. CPU devices share threads, and events name their device. Work that outlasts its
+event has another event at its end.
 """
 
 from __future__ import annotations
@@ -29,35 +27,29 @@ _LINES: dict[str, Where] = {"XLA Ops": "core", "Async XLA Ops": "beside"}
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of an instruction, as a trace has it."""
-
     name: str  # of the instruction
-    start: float  # nanoseconds, which are whole
+    start: float  # whole nanoseconds
     end: float
     where: Where
-    program: str  # the name of its module; as much more as tells it from others of that name
-    run: Any = None  # what the runs of a program have in common; None: the trace says nothing
+    program: str  # the name of its module, and its number if there is one
+    run: Any = None  # identifies a run of the program; None: the trace does not
     op: str = ""  # the operation of the traced program
     kind: str = ""  # the profiler's category, or the opcode, or the kernel
-    noticed: float = 0.0  # when a thread noticed that it was done
-    launch: int | None = None  # of a command buffer, whose name it bears
+    noticed: float = 0.0  # when a thread noticed its end
+    launch: int | None = None  # of a command buffer, whose name it has
 
     @property
     def module(self) -> str:
-        """The name of the module without what tells it from others."""
         return self.program.partition("(")[0]
 
 
 @dataclass
 class Device:
-    """What a trace says of one device."""
-
     platform: Literal["tpu", "gpu", "cpu"]
     ran: list[Ran] = field(default_factory=list[Ran])
-    runs: list[Ran] = field(default_factory=list[Ran])  # of whole programs, on TPU
+    runs: list[Ran] = field(default_factory=list[Ran])  # of full programs, on TPU
 
     def programs(self) -> dict[str, list[Ran]]:
-        """What ran of each program, by its start."""
         found: dict[str, list[Ran]] = defaultdict(list)
         for one in sorted(self.ran, key=lambda ran: ran.start):
             found[one.program].append(one)
@@ -65,7 +57,7 @@ class Device:
 
 
 def devices_of(data: Any) -> dict[str, Device]:
-    """The devices of one host's trace on which instructions ran, such as `"TPU:0"`."""
+    """Returns the devices of one host that ran instructions, such as `"TPU:0"`."""
     found: dict[str, Device] = {}
     for plane in data.planes:
         if match := _TPU.fullmatch(plane.name):
@@ -79,7 +71,7 @@ def devices_of(data: Any) -> dict[str, Device]:
 
 
 def _tpu(plane: Any) -> Device:
-    """The core's instructions belong to the run of a program that they are within."""
+    """Assigns the core's instructions to the runs that contain them."""
     runs: list[Ran] = []
     ran: list[Ran] = []
     for line in plane.lines:
@@ -100,7 +92,6 @@ def _tpu(plane: Any) -> Device:
 
 
 def _of_core(event: Any, where: Where) -> Ran:
-    """An instruction of a TPU, whose event is named by its text."""
     stats = _stats(event)
     found = _INSTRUCTION.match(event.name)
     text = (found and found[2]) or ""
@@ -113,7 +104,7 @@ def _of_core(event: Any, where: Where) -> Ran:
 def _of_streams(plane: Any) -> Iterator[Ran]:
     for line in plane.lines:
         if not line.name.startswith("Stream #"):
-            continue  # others are made from those of the streams
+            continue  # other lines are derived from the streams
         for event in line.events:
             stats = _stats(event)
             if name := stats.get("hlo_op"):
@@ -124,7 +115,7 @@ def _of_streams(plane: Any) -> Iterator[Ran]:
 
 
 def _of_threads(plane: Any) -> dict[int, list[Ran]]:
-    """What ran on each CPU device; work that goes on when its event ends has a number."""
+    """Returns what ran on each CPU device; a number joins work to its later end."""
     ran: list[tuple[int, Any, Ran]] = []
     ended: dict[Any, float] = {}
     for line in plane.lines:
@@ -146,7 +137,6 @@ def _ran(event: Any, name: str, where: Where, program: str, **more: Any) -> Ran:
 
 
 def _program(stats: Mapping[str, Any]) -> str:
-    """A module by its name and number, written as a TPU writes it."""
     number = stats.get("program_id")
     name = str(stats.get("hlo_module", ""))
     return name if number is None else f"{name}({number})"
@@ -157,7 +147,7 @@ def _stats(event: Any) -> Stats:
 
 
 def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
-    """The devices of all hosts; of several hosts, each behind its host's name."""
+    """Returns all hosts' devices; with several hosts, names begin with the host."""
     return {
         f"{host} {name}" if len(hosts) > 1 else name: device
         for host, data in hosts.items()
@@ -166,9 +156,9 @@ def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
 
 
 def apart(ran: Iterable[Ran], once: set[str]) -> list[list[Ran]]:
-    """Runs of a program that the trace does not tell apart, by instructions that run once in each.
+    """Splits runs that the trace does not separate, by instructions that run once in each.
 
-    One may launch several kernels: it is another run's where something else was between.
+    One instruction may launch several kernels in a row.
     """
     found: list[list[Ran]] = [[]]
     seen, last = set[str](), ""

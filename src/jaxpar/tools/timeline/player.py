@@ -1,4 +1,4 @@
-"""Plays operations on a model of a chip: a clock for what computes, and one for every link."""
+"""Simulates operations on a model of a chip, with clocks for computation and links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -27,32 +27,32 @@ from jaxpar.tools.timeline.under_way import UnderWay
 
 Rows = int | float | None
 
-# Seconds until a pass over HBM has begun. Of 30 public measurements of copies, sums and pointwise
-# functions on v6e and tpu7x half were used. Of GPUs an H100 was measured: the share of HBM's
-# published speed that is reached, and a kernel's least seconds (`benchmarks/device`).
+# Seconds until a pass over HBM has begun, fitted to half of 30 public measurements of copies, sums
+# and pointwise functions on v6e and tpu7x. For GPUs, measured on an H100 (`benchmarks/device`): the
+# share of HBM's published speed that is reached, and a kernel's least seconds.
 FIRST_BYTE, REACHED_BY_GPUS, KERNEL = 1.2e-6, 0.88, 2e-6
-# Times longer than at its peak, what a matmul takes on a TPU that does not wait for HBM, at most,
-# of tiles of so many rows, columns and depth: half of 50 public measurements on v6e were used.
+# The longest time of a TPU's matmul that does not wait for HBM, relative to its peak, in full tiles
+# of TILE rows, columns and depth. Fitted to half of 50 public measurements on v6e.
 SLOWEST, TILE = 1.2, 256
-# Times longer than in XLA's table, what a GPU takes for rows of no whole 16 bytes: an H100 did.
+# How many times longer than in XLA's table rows take that are not whole 16 bytes, on an H100.
 UNALIGNED = 2.4
-# Numbers a cycle that vector operations of a kernel result in, on each core of a TPU: 2.25 vectors
-# of 8 x 128. Fitted to attention's forward and backward kernels in one profile of v6e.
+# Results per cycle of a kernel's vector operations on one TPU core: 2.25 vectors of 8 x 128.
+# Fitted to attention's forward and backward kernels in one profile of v6e.
 ON_VECTORS = 2.25 * 8 * 128
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a timeline takes for granted where a program's shapes do not say it.
+    """Assumptions of a timeline about quantities that depend on data.
 
     Attributes:
-      sent_rows: the most rows that a ragged all-to-all sends of its operand, those that stay on the
-        device included; None: all rows that the operand has.
-      grouped_rows: the most rows that a grouped matmul of the TPU compiler (`lax.ragged_dot`)
-        multiplies; None: all rows that the operand has.
-      trips: how often loops run whose length depends on data, by a part of the name of the
-        operation of the traced program that they come from (see `jax.named_scope`); the first
-        that fits. A loop that none fits runs once, and `Timeline.loops_of_unknown_length` names it.
+      sent_rows: the most rows of its operand that a ragged all-to-all sends, with those that stay;
+        None: all.
+      grouped_rows: the most rows that a TPU's grouped matmul (`lax.ragged_dot`) multiplies; None:
+        all.
+      trips: iterations of loops whose length depends on data, by a part of the loop's operation
+        name (see `jax.named_scope`); the first that fits. Other loops run once, and
+        `Timeline.loops_of_unknown_length` names them.
 
     Example:
       >>> Assumptions(trips={"decode": 128}).trips_of("jit(f)/decode/while")
@@ -64,17 +64,15 @@ class Assumptions:
     trips: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def trips_of(self, op: str) -> int | None:
-        """The trips of a loop whose length depends on data."""
+        """Returns the assumed iterations of a loop, or None."""
         return next((trips for part, trips in self.trips.items() if part in op), None)
 
 
 def _share(rows: int, most: Rows) -> float:
-    """The share of an operand's rows that are in use; 1 of an operand that has no rows."""
     return 1.0 if most is None or not rows else min(1.0, most / rows)
 
 
 def _in_tiles(matmul: Matmul) -> float:
-    """The FLOPs of whole tiles; of a kernel they are not known."""
     if not matmul.sizes:
         return inf
     batch, *sizes = matmul.sizes
@@ -82,22 +80,20 @@ def _in_tiles(matmul: Matmul) -> float:
 
 
 class Player:
-    """The state of one device while its program is played."""
-
     def __init__(self, links: Links, assumed: Assumptions) -> None:
         self.links, self.chip, self.assumed = links, links.chip, assumed
         self._reached = REACHED if self.chip.torus else REACHED_BY_GPUS
         self.now = 0.0  # of the compute units
-        self.beyond = 0.0  # seconds of what a GPU's tables do not have
-        self.at_peak = 0.0  # seconds of the matmuls at the chip's peak, as far as it is known
-        self.free = np.zeros(links.count)  # when each link has nothing left to send
+        self.beyond = 0.0  # seconds outside of a GPU's tables
+        self.at_peak = 0.0  # seconds of the matmuls at the chip's peak, where known
+        self.free = np.zeros(links.count)  # when each link is free
         self.busy = np.zeros(links.count)
-        self.stream = 0.0  # a GPU's transfers take turns on one stream
-        self.copies = dict[str, float]()  # as do copies between memories, by where they go
+        self.stream = 0.0  # a GPU's transfers run one by one on one stream
+        self.copies = dict[str, float]()  # as do copies between memories, by direction
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
         self.unknown: dict[str, None] = {}  # names of loops, in order
-        self.unsaid: dict[str, None] = {}  # and of kernels
+        self.unsaid: dict[str, None] = {}  # and of kernels of unknown cost
         self.tables = measured_of(self.chip)
         self._length = cache(self._computing)
         self._transfers: dict[Collective, Transfer] = {}
@@ -138,16 +134,13 @@ class Player:
             self.run(body)
 
     def _branch(self, conditional: Conditional) -> Schedule:
-        """The branch that is taken: where devices or data differ, the one that computes longest."""
+        """Returns the taken branch; if unknown, the one that computes longest."""
         if conditional.taken is not None:
             return conditional.runs[conditional.taken]
         return max(conditional.runs, key=self._length)
 
     def _computing(self, schedule: Schedule) -> float:
-        """Seconds of what a schedule computes; one trip of a loop tells branches apart.
-
-        Starts and dones count as what they would compute, not as what they send.
-        """
+        """Returns how long a schedule computes, to compare branches; loops count once."""
         total = 0.0
         for operation in schedule.operations:
             match operation:
@@ -166,7 +159,7 @@ class Player:
         start, self.now = self.now, self.now + seconds
         is_matmul = operation.work.is_matmul
         if is_matmul:
-            # Whose numbers have 32 bits may be multiplied as if they had 16.
+            # Numbers of 32 bits may be multiplied as if they had 16.
             narrow = [replace(one, width=min(one.width, 2.0)) for one in operation.work.matmuls]
             self.at_peak += sum(map(self._at_peak, narrow)) if narrow else seconds
             if self.tables and not all(map(self._has, operation.work.matmuls)):
@@ -180,10 +173,7 @@ class Player:
                 beside.covers.append(operation.name)
 
     def _seconds(self, work: Demand) -> float:
-        """The longest one of what is multiplied, what HBM moves, and what vector units compute.
-
-        Multiplying takes the compiler's cycles, where it gives them; otherwise FLOPs at peak.
-        """
+        """Returns the longest time of three: multiplying, HBM traffic, vector operations."""
         speed = self._reached * self.chip.hbm
         memory = (work.moved - work.in_vmem) / speed
         if self.chip.clock:
@@ -193,19 +183,19 @@ class Player:
             return max(least, memory, sum(map(self._multiplying, work.matmuls), 0.0))
         cycles = work.cycles / self.chip.clock
         if work.is_matmul and work.matmuls:
-            # The compiler counts the first and the last tiles apart from the others. Chips do not
-            # wait for them so long.
+            # The compiler counts the first and the last tiles separately. Chips do not wait for
+            # them that long.
             longest = SLOWEST * sum(map(_in_tiles, work.matmuls), 0.0) / self.chip.flops
             cycles = min(cycles, FIRST_BYTE + max(memory, longest))
         elif work.is_streamed and not work.is_matmul:
-            # The compiler counts narrow elements as if they had 32 bits, and none is computed as
-            # slowly as it says: a pass takes what its bytes do, VMEM's no longer than HBM's.
+            # The compiler counts narrow elements as 32 bits, and its cycles are too many: a pass
+            # takes the time of its bytes, in VMEM no longer than in HBM.
             narrow = work.moved / (4 * work.elements) if work.elements else 1.0
             cycles = min(cycles, max(FIRST_BYTE + work.moved / speed, cycles / 2 * narrow))
         return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
-        """As measured, where a GPU's table has such sizes, and no faster than at peak."""
+        """Returns a table's time, but at least that at peak."""
         measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
         found = max(self._at_peak(matmul), measured or 0.0)
         return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
@@ -229,7 +219,7 @@ class Player:
         links, seconds = transfer.route.links, transfer.route.seconds
         latency = self.links.latency(transfer.route)
         begin = self.now if self.chip.torus else max(self.now, self.stream)
-        ends = np.maximum(self.free[links], begin) + seconds  # a link sends one after the other
+        ends = np.maximum(self.free[links], begin) + seconds  # a link sends one by one
         first = float((ends - seconds).min()) if ends.size else begin
         end = float(ends.max(initial=begin)) + latency
         self.beyond += 0.0 if transfer.is_measured else end - first
@@ -238,7 +228,7 @@ class Player:
         self.stream = end
         event = Event(
             *(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent),
-            # Of its slowest link: others may have been free.
+            # For its slowest link: others may have been free.
             queued=max(0.0, end - latency - self.now - float(seconds.max(initial=0.0))),
             latency=latency,
             links=self.links.used(transfer),
@@ -246,7 +236,7 @@ class Player:
         if start.is_synchronous:
             self.events.append(replace(event, synchronous=True))
             self._wait(start, end, "compute")
-        if start.has_done:  # that of a synchronous start has nothing left to wait for
+        if start.has_done:  # a synchronous start's done waits for nothing
             self.under_way.begin(start, None if start.is_synchronous else event)
 
     def _copy(self, start: Copy) -> None:
@@ -268,7 +258,7 @@ class Player:
             self.now = until
 
     def finish(self) -> tuple[Event, ...]:
-        """The events by time, with the transfers that nothing has waited for."""
+        """Returns the events by time, with transfers that nothing has waited for."""
         pending = [one.event for one in self.under_way.open if one.event is not None]
         self.events += [event for event in pending if event.kind == "transfer"]
         return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))

@@ -1,4 +1,4 @@
-"""Targets: described devices of TPU slices and of GPU hosts, and a mesh over them."""
+"""Targets: described TPU slices and GPU hosts, with a mesh over their devices."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from jaxpar.tools.private_names import (
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
 from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, tables_of
 
-HERE = "here"  # in place of a chip and its layout: the devices at hand
+HERE = "here"  # a name for the devices at hand
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
-# What a short name of a GPU stands for, where the compiler knows several of that name.
+# The meaning of a GPU's short name if the compiler knows several such GPUs.
 _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
-# Of GPUs on several hosts: the share of the network that is reached, and until it is.
+# For GPUs on several hosts: the share of the network that is reached, and seconds to start.
 NETWORK, NETWORK_START = 0.85, 45e-6
 _OFFLINE = {
-    "TPU_SKIP_MDS_QUERY": "1",  # no cloud host is asked what it has
+    "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud host
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -54,8 +54,8 @@ class Target:
 
     Attributes:
       name: as given to `target`.
-      mesh: a `jax.sharding.Mesh` of the described devices, to be used in shardings and `shard_map`.
-      chip: figures of one device, None for a chip that jaxpar has none of.
+      mesh: a `jax.sharding.Mesh`, for shardings and `shard_map`.
+      chip: figures of one device, or None.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -69,7 +69,7 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """`"tpu"` or `"gpu"`."""
+        """Returns the platform, such as `"tpu"` or `"gpu"`."""
         return self.mesh.devices.flat[0].platform
 
 
@@ -80,10 +80,9 @@ def _with_measured_links(chip: Chip) -> Chip:
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
-    """What was measured of a GPU with measured figures; of one with others, as of a book, nothing.
+    """Returns XLA's tables for a GPU with measured figures, or None.
 
-    A GPU without a table takes those of another one, by the ratio of their peaks and their links.
-    What joins hosts is in no table, and may be another network.
+    The network between hosts is in no table and may differ.
     """
     plugin = find_plugin()
     known = chip_of(chip.kind)
@@ -105,7 +104,7 @@ def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
 
 
 def between_slices(mesh: Mesh) -> str:
-    """Says of a mesh of several TPU slices that no figure joins them; nothing of others."""
+    """Returns why a mesh over several TPU slices has no figures, or an empty text."""
     slices = {slice_of(device) for device in mesh.devices.flat if on_torus(device)}
     if len(slices) < 2:
         return ""
@@ -117,7 +116,7 @@ def between_slices(mesh: Mesh) -> str:
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
-    """Returns the figures that are given, or else the target's, or says how to give some."""
+    """Returns the given figures or the target's; raises an error without any."""
     chip = target.chip if chip is None else chip
     if (why := between_slices(target.mesh)) and (chip is None or chip.torus):
         raise value_error(why)
@@ -138,28 +137,26 @@ def target(
     axis_types: Any = AxisType.Auto,
     figures: Literal["measured", "book"] = "measured",
 ) -> Target:
-    """Describes devices that need not be there, and makes a mesh of them.
+    """Describes devices that need not be present, and makes a mesh of them.
 
     Args:
-      name: for TPU the generation and the slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; the
-        slices that libtpu knows). For GPU the chip and how many as in `"h100:8"`, or hosts x
-        devices of each as in `"h100:4x8"`; any GPU that the CUDA plugin describes, by its name in
-        lower case with hyphens, such as `"h100-pcie"` or `"a100-sxm4-40gb"`. That of jax 0.10
-        describes none: there, one of a100, h100, h200 and b200. `"here"`: the devices at hand,
-        `jax.devices()`; of CPUs nothing is published, so that they have no figures.
+      name: a TPU generation and slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; slices that
+        libtpu knows). Or a GPU and a number as in `"h100:8"`, or hosts x devices per host as in
+        `"h100:4x8"`. Or `"here"` for `jax.devices()`; CPUs have no figures. The CUDA plugin
+        describes the GPUs, named as `"h100-pcie"`; with jax 0.10 only a100, h100, h200 and b200.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
-      figures: `"measured"`: links as fitted to public measurements (all TPUs but v4, and the
-        networks between GPU hosts), and of GPUs XLA's measured tables. `"book"`: the vendor's
-        links, with a microsecond a hop, and no tables: a GPU has a roofline.
+      figures: `"measured"`: links fitted to public measurements (TPUs except v4, networks of GPU
+        hosts), and XLA's tables for GPUs. `"book"`: the vendor's links, a microsecond per hop,
+        rooflines for GPUs.
 
     Returns:
       A `Target`. Described devices cannot run anything.
 
     Raises:
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      ValueError: an unknown chip or slice, axes that do not fit the number of devices, or `figures`
-        other than `"measured"` and `"book"`.
+      ValueError: an unknown chip or slice; axes that do not fit the number of devices; other
+        `figures`.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -188,7 +185,6 @@ def target(
 def target_of(
     mesh: Mesh, name: str = HERE, figures: Literal["measured", "book"] = "measured"
 ) -> Target:
-    """Returns the target whose devices a mesh has already; of several slices without figures."""
     first = mesh.devices.flat[0]
     known = not between_slices(mesh)
     chip = chip_of(first.device_kind, getattr(first, "num_cores", None)) if known else None
@@ -204,7 +200,7 @@ def _tpu_devices(name: str) -> list[Any]:
     with _environment(_OFFLINE):
         try:
             return list(get_topology_desc(platform="tpu", topology_name=name).devices)
-        except Exception as reason:  # each jax version has its own class for what libtpu reports
+        except Exception as reason:  # each jax version has its own class for libtpu's errors
             raise ValueError(
                 f"target: libtpu does not know the slice {name!r}: {reason}; name one that is "
                 "offered, such as v5e:4x4"
@@ -213,7 +209,7 @@ def _tpu_devices(name: str) -> list[Any]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Generator[None, None, None]:
-    """Sets what is not set, for a while: real devices must not be started with it."""
+    """Sets missing variables temporarily: real devices must not start with them."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -240,7 +236,7 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
         )
     text = known[fitting[0]]
     hosts = sizes[0]
-    if len(sizes) == 1:  # as many as one switch joins make a host
+    if len(sizes) == 1:  # a host has as many as one switch joins
         figures = chip_of(_description(text))
         most = sizes[0] if figures is None else figures.switched or 1
         hosts, rest = divmod(max(sizes[0], most), most)
@@ -250,9 +246,9 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
                 f"({sizes[0]} = {hosts} x {most} + {rest}); write hosts x devices, as in "
                 f"'{chip}:2x8'"
             )
-    layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices of a host
+    layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices per host
     describe = partial(get_topology_desc, name, "cuda", target_config=text, topology=layout)
-    # Else the plugin registers only where the libraries are that run programs.
+    # Otherwise the plugin registers only with the libraries that run programs.
     with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
         try:
             return list(describe().devices)

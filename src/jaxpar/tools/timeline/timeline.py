@@ -1,4 +1,8 @@
-"""A compiled program and its timeline: what computes, what travels, and what waits for it."""
+"""Compiled programs and their timelines.
+
+Time is *exposed* while a device only waits for a transfer. A *roofline* is the longer of two times:
+FLOPs at peak, or bytes at the memory's full speed.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +40,14 @@ from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
-_FEW = 0.05  # of a total: so much may be in no table without a mark
-_ROUNDING, _ROUNDED = 1e-6, 1e-3  # of sums of seconds, and of those of one transfer
+_FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
+_ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for one transfer
 
 
 @readable
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of HBM of one device, as the compiler planned them.
+    """Bytes of HBM on one device, as the compiler planned them.
 
     Example:
       >>> Memory(arguments=8, outputs=4, temporaries=0, aliased=4, peak=8).peak
@@ -53,14 +57,14 @@ class Memory:
     arguments: int
     outputs: int
     temporaries: int
-    aliased: int  # outputs that take the place of donated arguments
-    peak: int  # where the program keeps arrays on the host, all that is planned: an upper bound
+    aliased: int  # outputs in the place of donated arguments
+    peak: int  # an upper bound if the program keeps arrays on the host
 
 
 @readable
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program compiled for a target: the scheduled module, its memory, and how long it took.
+    """A program compiled for a target.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target
@@ -74,7 +78,7 @@ class CompiledProgram:
     memory: Memory
     seconds: float  # tracing and compiling
     jaxpr: Any = field(repr=False)  # the traced program, a ClosedJaxpr
-    # What it was compiled from, to compile it again with something else.
+    # Its source, to compile it again with changes.
     function: Any = None
     args: tuple[Any, ...] = field(default=(), repr=False)
     compiler_options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -82,15 +86,15 @@ class CompiledProgram:
 
     @cached_property
     def module(self) -> Module:
-        """What the operations of the program are, read from its text."""
-        # Who plays a text need not have a traced program: what counts its kernels knows more.
+        """Returns the program's operations."""
+        # Imported here: a text without a traced program does not need it.
         from jaxpar.tools.program.flops import kernels_in
 
         return read(self.text, None if self.jaxpr is None else kernels_in(self.jaxpr))
 
     @cached_property
     def flops(self) -> float:
-        """FLOPs of the matmuls of the traced program, on one device; none of a text by itself."""
+        """Returns one device's FLOPs in the traced matmuls; 0 without a trace."""
         from jaxpar.tools.program.flops import device_flops
 
         return 0.0 if self.jaxpr is None else device_flops(self.jaxpr, self.target.mesh.size)
@@ -104,28 +108,27 @@ def compile_for(
     compiler_options: dict[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> CompiledProgram:
-    """Compiles `fn` for devices that need not be there.
+    """Compiles `fn` for devices that need not be present.
 
     Args:
-      fn: a function of global arrays; jitted already, by JAX or a framework (`nnx.jit`), or jitted
-        here. It is traced with the target's mesh as the context mesh (`jax.set_mesh`), so that a
-        `jax.shard_map` inside it may leave out its mesh.
+      fn: a function of global arrays, plain or jitted by JAX or a framework (`nnx.jit`). It is
+        traced with the target's mesh as context mesh (`jax.set_mesh`), so a `jax.shard_map` inside
+        may leave out its mesh.
       target: from `jaxpar.schedule.target`.
-      *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec`
-        will do). One without a sharding is laid out as the compiler likes. `fn` gets
-        leaves that are no arrays, such as functions and text, unchanged, unless it is jitted. In
-        its results they become None.
-      compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` is told of them. None:
-        those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps
-        what it got besides.
-      cache: a folder in which compiled programs are kept, so that the same one is not compiled
-        again: by program, devices, options and versions. None: none.
+      *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec` will do);
+        without one the compiler chooses. A plain `fn` gets other leaves, such as functions,
+        unchanged; in its results they become None.
+      compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` knows of them. None:
+        those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps its
+        own besides.
+      cache: a folder for compiled programs, by program, devices, options and versions; None: no
+        cache.
 
     Returns:
       A `CompiledProgram`.
 
     Raises:
-      Exception: what tracing or the compiler raises.
+      Exception: any error of tracing or the compiler.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target
@@ -138,7 +141,7 @@ def compile_for(
     start = time.perf_counter()
     options = options_of(target) if compiler_options is None else compiler_options
     is_plain = not hasattr(fn, "trace")
-    if is_plain:  # what is jitted says itself what is static
+    if is_plain:  # a jitted function knows its static arguments
         fn, args = of_arrays(fn, args)
     jitted, options = jitted_with(fn, options)
     with compiled_with(options):
@@ -176,11 +179,7 @@ def compile_for(
 def of_arrays(
     function: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function of the arrays alone, and its arguments with None for other leaves.
-
-    A pytree may hold functions, text and other objects, which `jax.jit` refuses. The function gets
-    them as they are, and what it returns has None in their places.
-    """
+    """Returns a function of the arrays alone, and its arguments with None for other leaves."""
     leaves, tree = jax.tree.flatten(tuple(args))
     if all(map(is_array, leaves)):
         return function, tuple(args)
@@ -197,10 +196,10 @@ def of_arrays(
 def replayed(
     function: Any, traced: Any, args: Sequence[Any], donated: Collection[core.Var]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a function of `jax.jit` that does what another has traced, and its arguments.
+    """Returns a `jax.jit` function that repeats a traced one, and its arguments.
 
-    A framework's function may change its arguments in place (the modules of Flax NNX). To JAX it
-    returns what they become: this one does so, too. It donates the variables that it is told.
+    It donates the given variables. New values of arguments that a framework changes in place
+    (modules of Flax NNX) are among its results.
     """
     leaves, closed = jax.tree.leaves(tuple(args)), traced.jaxpr
     places = list(_places(closed.in_avals, leaves))
@@ -218,7 +217,6 @@ def replayed(
 
 
 def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[int]) -> Any:
-    """Jits a function that gives away the arguments of which all arrays are donated."""
     numbers, first = list[int](), 0
     for number, arg in enumerate(args):
         leaves = jax.tree.leaves(arg)
@@ -230,9 +228,9 @@ def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[in
 
 
 def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
-    """Which leaf each argument of a traced program is.
+    """Yields the leaf of each argument of a traced program.
 
-    A framework may know arrays that two modules share, and trace them once.
+    A framework may trace an array that two modules share once.
     """
     found = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
     if len(found) > len(inputs):
@@ -251,14 +249,13 @@ def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
 def program_of(
     target: Target, traced: Any, compiled: Any, options: Mapping[str, Any]
 ) -> CompiledProgram:
-    """Returns what is compiled already, of which `target` has the devices, as a program."""
     text, memory = _text_and_memory(compiled)
     return CompiledProgram(target, text, memory, 0.0, traced.jaxpr, compiler_options=dict(options))
 
 
 def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
-    if stats is None:  # not every backend tells
+    if stats is None:  # not every backend has them
         return compiled.as_text() or "", Memory(0, 0, 0, 0, 0)
     sizes = {
         "arguments": stats.argument_size_in_bytes,
@@ -271,7 +268,7 @@ def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
 
 
 def _memory(text: str, *, peak: int, **sizes: int) -> Memory:
-    """The plan, with a peak of HBM: the compiler's counts arrays on the host (`S(5)`), too."""
+    """Returns the plan with a peak of HBM; the compiler's peak also counts host arrays (`S(5)`)."""
     held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
     return Memory(**sizes, peak=held if "S(5)" in text or not peak else peak)
 
@@ -279,11 +276,11 @@ def _memory(text: str, *, peak: int, **sizes: int) -> Memory:
 @readable
 @dataclass(frozen=True)
 class Timeline:
-    """A program's schedule on a model of a chip, or as it was measured, in seconds, for one device.
+    """A program's schedule on one device, simulated or measured, in seconds.
 
-    `timeline` and `read_trace` return it. `estimate` says where the times of compute instructions
-    come from: "the compiler's cycles", "XLA's measured tables", the same "and rooflines" where more
-    than a twentieth of the total is in none of them, "roofline" or "measured".
+    `timeline` and `read_trace` return it. `estimate` is the source of compute times: "the
+    compiler's cycles", "XLA's measured tables", "roofline" or "measured". "and rooflines" follows
+    if tables lack more than a twentieth of the total.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -295,31 +292,31 @@ class Timeline:
     events: tuple[Event, ...]
     total: float
     compute: float  # in compute instructions
-    exposed: float  # waiting for transfers, synchronous ones included
+    exposed: float  # only waiting for transfers, also synchronous ones
     transfer: float  # with at least one transfer under way
     sent_bytes: float  # by one device
-    link_utilisation: float  # of the links in use: mean share of the total time that they are busy
+    link_utilisation: float  # mean share of the total time that a used link is busy
     peak_bytes: int  # of HBM
-    estimate: str  # as above
-    loops_of_unknown_length: tuple[str, ...]  # and of no assumed one: one trip each
-    # Of these only the bytes are known: every figure is at least so large.
+    estimate: str  # see above
+    loops_of_unknown_length: tuple[str, ...]  # nor assumed: each runs once
+    # Only their bytes are known: every figure is a lower limit.
     kernels_of_unknown_cost: tuple[str, ...] = ()
-    runs: tuple[float, ...] = ()  # of a measured one: how long each run took in the trace
-    at_peak: float = inf  # of the program's FLOPs at the chip's peak, where it was played
+    runs: tuple[float, ...] = ()  # seconds of each run in the trace, if measured
+    at_peak: float = inf  # seconds of the program's FLOPs at the chip's peak, if simulated
 
     @property
     def hidden_share(self) -> float:
-        """The share of transfer time that nothing waits for; 1 without transfers."""
+        """Returns the share of transfer time that nothing waits for; 1 without transfers."""
         return 1.0 if not self.transfer else max(0.0, 1 - self.exposed / self.transfer)
 
     @property
     def is_least(self) -> bool:
-        """Whether the total lacks trips of a loop, or what a kernel computes."""
+        """Returns whether the total lacks part of a loop or of a kernel."""
         return bool(self.loops_of_unknown_length or self.kernels_of_unknown_cost)
 
     @property
     def transfers(self) -> tuple[Event, ...]:
-        """The transfers, in the order of their starts."""
+        """Returns the transfers by their starts."""
         return tuple(event for event in self.events if event.kind == "transfer")
 
 
@@ -328,33 +325,30 @@ class Timeline:
 def timeline(
     program: CompiledProgram, chip: Chip | None = None, *, assumed: Assumptions | None = None
 ) -> Timeline:
-    """Plays a compiled program's schedule on a model of its chip.
+    """Simulates a compiled program's schedule on a model of its chip.
 
-    The order of instructions, starts and dones is the compiler's. On TPUs a matmul takes the
-    compiler's cycles over the clock, with an upper limit by its bytes and FLOPs. A pass over memory
-    takes what its bytes take. On GPUs matmuls and collectives take what XLA measured, where its
-    CUDA plugin has a table, and else a roofline. A kernel's FLOPs and bytes come from its estimate,
-    or from its jaxpr. On a TPU its vector operations are a lower limit. In a grouped matmul a tile
-    that two groups share counts twice. A transfer takes its start, one latency a hop and its bytes
-    over the bandwidth of the links on its way; transfers that share a link take turns. A done
-    instruction waits for its transfer. Transfers take nothing of the memory's bandwidth, and those
-    of a SparseCore nothing of what computes: how they contend is not published.
+    The compiler sets the order of instructions, starts and dones. A TPU's matmul takes the
+    compiler's cycles, limited by its bytes and FLOPs. A pass over memory takes the time of its
+    bytes. GPU matmuls and collectives take XLA's measured times if the CUDA plugin has them,
+    otherwise a roofline. A kernel's FLOPs and bytes come from its estimate or its jaxpr; on TPU its
+    vector operations are a lower limit. In a grouped matmul, a tile that two groups share counts
+    twice. A transfer takes its start, a latency per hop, and its bytes over its links' bandwidth.
+    Transfers that share a link run one by one. Transfers take no memory bandwidth, and those of a
+    SparseCore no compute: their contention is not published.
 
     Args:
       program: from `compile_for`.
-      chip: figures to use in place of the target's, such as what `dataclasses.replace` makes of
-        `program.target.chip`.
-      assumed: what depends on data: the rows that ragged all-to-alls send and grouped matmuls
-        multiply (default: as many as their operands have), the trips of loops.
+      chip: figures to use instead of the target's, as from
+        `dataclasses.replace(program.target.chip)`.
+      assumed: quantities that depend on data. By default ragged operations use all rows.
 
     Returns:
-      A `Timeline`. It is a schedule under a model, not a measurement.
+      A `Timeline`, predicted and not measured.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of, and none given.
-      RuntimeError: the prediction is below the program's floor, or a transfer is faster than the
-        links that there are, which is a fault of jaxpar; the message names a file with the
-        program's text, for a report.
+      ValueError: no figures of the chip, and none given.
+      RuntimeError: a prediction below the program's floor, or a transfer faster than its links.
+        This is a fault of jaxpar; the message names a file with the program's text, for a report.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -392,7 +386,7 @@ def timeline(
 
 
 def _require_possible(program: CompiledProgram, played: Timeline, links: Links) -> None:
-    """Refuses a prediction that no chip can keep, and keeps the program's text for a report."""
+    """Raises an error for a prediction that no chip can reach."""
     least = [links.least(one) for one in played.transfers]
     for one, seconds in zip(played.transfers, least, strict=True):
         taken = one.seconds - one.latency
@@ -413,7 +407,6 @@ def _require_possible(program: CompiledProgram, played: Timeline, links: Links) 
 
 
 def _estimate(chip: Chip, beyond: float) -> str:
-    """Where times of what computes come from."""
     if chip.clock:
         return "the compiler's cycles"
     if measured_of(chip) is None:
@@ -422,7 +415,7 @@ def _estimate(chip: Chip, beyond: float) -> str:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of the events is under way."""
+    """Returns the seconds with at least one event under way."""
     total, reached = 0.0, 0.0
     for start, end in sorted((e.start, e.end) for e in events):
         total += max(0.0, end - max(start, reached))

@@ -1,4 +1,4 @@
-"""Reading a profiler's trace of a program into a timeline."""
+"""Reads a profiler's trace into a timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxpar.tools.timeline.measured import Measured
 from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
 
-Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, and what ran
+Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, what ran
 
 
 @readable
@@ -36,28 +36,26 @@ def read_trace(
     device: str | None = None,
     run: int | None = None,
 ) -> Timeline:
-    """Reads what `jax.profiler` recorded of a program into a timeline: one run on one device.
+    """Reads one run of a program on one device from a trace of `jax.profiler`.
 
-    With the program each instruction is known by its name: what it is, which mesh axes a transfer
-    goes over, and how many bytes it sends. Without it the trace's own words have to do, and rows
-    name collectives but no axes. On TPU what collectives take of the core, with their starts and
-    dones, is waiting. On GPU and CPU what they take is waiting where nothing computes.
+    With `program`, transfers have mesh axes and bytes. Without it, rows name collectives but no
+    axes. On TPU the core's time in collectives is waiting. On GPU and CPU a collective's time is
+    waiting while nothing computes.
 
     Args:
-      folder: what `jax.profiler.trace` was given, or a file of it. Of several recordings in it the
-        newest one is read.
-      program: from `compile_for`, compiled as what ran was: by the same jax, with the same
-        arguments and options.
-      device: such as `"TPU:0"`, of several hosts `"host TPU:0"`; by default the first one.
-      run: which run of the program, from 0; by default that of median length.
+      folder: the argument of `jax.profiler.trace`, or a file in it. The newest recording is read.
+      program: from `compile_for`, by the same jax, with the arguments and options of what ran.
+      device: such as `"TPU:0"`, or `"host TPU:0"` with several hosts; by default the first.
+      run: which run, from 0; by default the one of median length.
 
     Returns:
-      A `Timeline` in seconds from the start of the run, whose `runs` are the seconds of each run
-      that was recorded. Its `estimate` is `"measured"`.
+      A `Timeline` in seconds from the start of the run. Its `runs` are the seconds of each recorded
+      run, its `estimate` is `"measured"`.
 
     Raises:
-      ValueError: no trace in the folder; a device or a run that it has not; a trace in which no
-        instruction of the program ran.
+      ValueError: no trace in the folder; an unknown device or run; no instruction of the program in
+        the trace.
+      TypeError: `program` is not from `compile_for`.
 
     Example:
       >>> from jaxpar.schedule import compile_for, read_trace, target
@@ -99,7 +97,6 @@ def read_trace(
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The files of the newest recording, one a host."""
     if folder.is_file():
         return [folder]
     files = sorted(folder.rglob("*.xplane.pb"))
@@ -108,14 +105,14 @@ def _newest(folder: Path) -> list[Path]:
             f"no *.xplane.pb under {folder}; pass the folder that jax.profiler.trace was given, "
             "after it has ended"
         )
-    newest = max(file.parent.name for file in files)  # is called after the time
+    newest = max(file.parent.name for file in files)  # folders are named after the time
     return [file for file in files if file.parent.name == newest]
 
 
 def _data(file: Path) -> Any:
     try:
         return ProfileData.from_serialized_xspace(file.read_bytes())
-    except Exception as reason:  # of what jaxlib raises where a file is something else
+    except Exception as reason:  # whatever jaxlib raises for another kind of file
         said = str(reason).partition("\n")[0]
         raise value_error(
             f"{file} is no trace ({said}); name what jax.profiler.trace wrote"
@@ -128,7 +125,7 @@ def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
 
 
 def _once(program: CompiledProgram | None) -> set[str]:
-    """Instructions that run once in each run of a program."""
+    """Returns the instructions that run once in each run."""
     if program is None:
         return set()
     entry = program.module.entry.operations
@@ -138,10 +135,7 @@ def _once(program: CompiledProgram | None) -> set[str]:
 def _ran_of(
     program: CompiledProgram | None, device: Device, known: Mapping[str, Operation]
 ) -> list[Ran]:
-    """What ran of the program: the one of several of that name which has most of its time.
-
-    Without a program: of the one that took most of the time.
-    """
+    """Returns what ran of a program, the one with most of its time; without `program` of any."""
     programs = device.programs()
     if program is None:
         return max(programs.values(), key=_length)
@@ -162,11 +156,10 @@ def _length(ran: Iterable[Ran]) -> float:
 
 
 def _runs(device: Device, ran: list[Ran], once: set[str]) -> list[Run]:
-    """The runs of a program in their order."""
     by_run: dict[object, list[Ran]] = {}
     for one in ran:
         by_run.setdefault(one.run, []).append(one)
-    if device.runs:  # the trace says how long each one took
+    if device.runs:  # the trace has the length of each one
         return [
             (device.runs[number].start, device.runs[number].end, some)
             for number, some in by_run.items()

@@ -1,4 +1,4 @@
-"""What was started and is not done, and which of it an instruction uses or ends."""
+"""Collectives and copies that were started and are not done."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,30 +11,27 @@ Held = TypeVar("Held")
 
 @dataclass(eq=False)
 class Open(Generic[Held]):
-    """A collective or copy that was started and is not done."""
-
     start: Collective | Copy
     event: Held
     covers: list[str] = field(default_factory=list[str])
 
 
 class UnderWay(Generic[Held]):
-    """All that was started and is not done, in the order of their starts.
+    """All started and unfinished operations, in order.
 
-    A loop can start one again before it waits for the one of the trip before.
+    A loop may start one again before it waits for the previous iteration's.
     """
 
     def __init__(self) -> None:
         self.open: list[Open[Held]] = []
 
     def begin(self, start: Collective | Copy, event: Held) -> None:
-        """Takes one in."""
         self.open.append(Open(start, event))
 
     def end(self, done: Done) -> Open[Held] | None:
-        """Takes out what an instruction waits for, None if it is not known.
+        """Removes and returns the start that a done waits for, or None.
 
-        Without one that it uses, what a loop carries is meant: the oldest that such a done ends.
+        If it uses none, a loop carries it: the oldest with the same `pair` counts.
         """
         carried = (one for one in self.open if one.start.pair == done.pair)
         found = self.used(done) or next(carried, None)
@@ -43,7 +40,7 @@ class UnderWay(Generic[Held]):
         return found
 
     def has(self, collective: Collective) -> bool:
-        """Whether it is no collective of its own, but what computes beside one that has started."""
+        """Returns whether a fused collective is part of an open one."""
         found = self.used(collective) if collective.is_fused else None
         return (
             found is not None
@@ -52,7 +49,7 @@ class UnderWay(Generic[Held]):
         )
 
     def used(self, operation: Operation) -> Open[Held] | None:
-        """Of what is under way, what an operation uses: an operand, or what that is part of."""
+        """Returns the open start that an operation uses, also through operands."""
         seen: set[Operation] = set()
         operands = deque(operation.operands)
         while operands:
