@@ -211,9 +211,9 @@ except (RuntimeError, ValueError) as error:
     print(f"ppermute, jax {jax.__version__}: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 # %% [markdown]
-# The first rule is: **the order in the collective is the order in the spec**. Shard `x` as `P(("y",
-# "x"))` and gather over `("y", "x")`. If the orders differ, nothing raises: all shapes fit, and the
-# rows are shuffled.
+# The first rule is: **the order in the collective is the order in the spec**. Shard `x` as
+# `P(("y", "x"))` and gather over `("y", "x")`. If the orders differ, nothing raises: all shapes
+# fit, and the rows are shuffled.
 #
 # A gathered result is equal on all devices, but JAX types the result of a ring as varying. It would
 # refuse `out_specs=P()`. The code stacks the copies and looks at one.

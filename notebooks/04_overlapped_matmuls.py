@@ -27,8 +27,8 @@
 # 6. predicted timelines
 #
 # Everything runs on eight CPU devices in one process, which share a few cores. **Nothing overlaps
-# here, and nothing below measures speed.** The program itself is exact: which blocks are sent, how
-# many bytes, in which order, and how much memory they need.
+# here, and nothing below measures speed.** What CPUs show exactly is the program: which blocks are
+# sent, how many bytes, in which order, and the memory in use.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -570,8 +570,8 @@ assert counts.residual_bytes == (y.nbytes + v.nbytes) // 8
 #
 # The TPU compiler runs on any machine (`pip install 'jax[tpu]'`). `compile_for` compiles for chips
 # that this machine does not have. `timeline` takes the order of instructions from the compiler and
-# simulates it on a model of the chip. This predicts, and does not measure. It shows which operation
-# waits for which.
+# simulates it on a model of the chip. The times are predicted, not measured. The picture shows
+# which operation waits for which.
 #
 # The example is one projection of a large model in bfloat16 on eight v5p chips. Blue is
 # computation, orange a transfer, red waiting. "Exposed" time is time in which the chip only waits.

@@ -128,8 +128,8 @@ assert counts["replicated"].forward == counts["replicated"].backward == {"psum":
 # after it.
 #
 # Here both versions save the same bytes for the backward pass, because the gathered `x` is an
-# operand of a matmul. In a model, the second version saves an eighth of everything between regions:
-# the residual stream and the norms.
+# operand of a matmul. The second version needs an eighth of the memory for everything between
+# regions: the residual stream and the norms.
 
 
 # %%

@@ -414,9 +414,9 @@ for chunks in (1, 2):
     assert counts.forward["ragged_all_to_all"] == 2 * chunks
 
 # %% [markdown]
-# The compiler decides whether the exchanges are hidden. Its schedule needs no TPU. With `pip
-# install '.[tpu]'` the code below compiles a layer for eight TPU chips and simulates the schedule.
-# It takes a minute, so it does not run here:
+# The compiler decides whether the exchanges are hidden. Its schedule needs no TPU. With
+# `pip install '.[tpu]'` the code below compiles a layer for eight TPU chips and simulates the
+# schedule. It takes a minute, so it does not run here:
 #
 # ```python
 # from jaxpar.testing import assert_overlapped

@@ -275,8 +275,8 @@ assert both["waits"] < 0.05 < both["never waits"]
 # devices share cores, so the second loop is hardly shorter. On separate chips the shorter program
 # costs no time.
 #
-# Choose the parts of the devices so that both programs take about the same time. `make_mesh(...,
-# devices=...)` takes any devices, and `jaxpar predict` predicts each time.
+# Choose the parts of the devices so that both programs take about the same time.
+# `make_mesh(..., devices=...)` takes any devices, and `jaxpar predict` predicts each time.
 #
 # ## In short
 #

@@ -78,9 +78,7 @@ def make_mesh(
     shape = tuple(sizes.values())
     grid = slice_grid(devices, shape)
     if grid is None and all(on_torus(device) for device in devices):
-        grid = np.array([*devices, None])[:-1].reshape(
-            shape
-        )  # None: NumPy must not iterate devices
+        grid = np.array([*devices, None])[:-1].reshape(shape)  # None: no iteration over devices
     elif grid is None:
         grid = mesh_utils.create_device_mesh(shape, devices)
     mesh = Mesh(grid, tuple(sizes), axis_types=types)

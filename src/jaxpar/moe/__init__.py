@@ -1,14 +1,13 @@
-"""Mixture-of-experts layers with experts over devices, and their parts."""
+"""Mixture-of-experts layers, with experts sharded over devices, and their parts."""
 
-# Dimensions in the annotations of this folder. Experts and Routing are public, and have their
-# letters in their docstrings:
-#   tokens (t)       the tokens of this device
-#   rows             rows of any array that a function is given
-#   copies           copies of rows in another order, such as those that are sent
+# Dimensions in the annotations of this folder. The public Experts and Routing explain their own.
+#   tokens (t)       this device's tokens
+#   rows             rows of any array
+#   copies           copies of rows in another order, such as the order of sending
 #   pairs            pairs of a row and an expert of this device that it chose
-#   k                what one token names: experts that it chose, or devices
+#   k                choices of one token: experts, or devices
 #   experts (E)      the experts of all devices
-#   groups (e)       the experts of this device; in grouped products anything that has a weight
+#   groups (e)       this device's experts; in grouped products, anything that has a weight
 #   d, f             features of tokens, hidden features of experts
 #   n                the devices of the ring
 #   *row, ...        the shape of one row, one number or more; any shape

@@ -1,7 +1,7 @@
-"""Copies of rows in another order: which row each is of, and where those of each row are.
+"""Copies of rows in another order, known from both sides.
 
-Known from both sides, copying and summing the copies are gathers, and each is the derivative of the
-other. Scattering additions, which accelerators do one by one, never happens.
+So copying rows and summing copies are gathers, each the derivative of the other. Accelerators run
+scatter-adds one by one. An empty copy belongs to no row.
 """
 
 from dataclasses import dataclass
@@ -22,36 +22,32 @@ from jaxpar.compiler.unwritten_memory import unwritten
 
 
 class Copies(NamedTuple):
-    """Up to k copies of each row, in an order of their own."""
+    """Up to k copies of each row, in another order."""
 
-    source: Int32[Array, " copies"]  # the row that each is a copy of; at least `rows` for none
-    places: Int32[Array, "rows k"]  # where the copies of each row are; at least `copies` for none
+    source: Int32[Array, " copies"]  # the row of each copy; at least `rows` for empty copies
+    places: Int32[Array, "rows k"]  # where each row's copies are; at least `copies` for none
 
 
 def copies_by_key(
     keys: Int[Array, "rows k"], keys_count: int, capacity: int, spare: int = 0
 ) -> tuple[Copies, Int32[Array, " {keys_count}"]]:
-    """Makes one copy of a row for each of its keys, sorted by key, and by row for equal keys.
+    """Makes one copy of a row for each of its keys, sorted by key, then by row.
 
-    Args:
-      keys: those outside of 0 to `keys_count - 1` get no copy.
-      keys_count: the number of keys.
-      capacity: the number of copies; further ones are dropped, the last in their order.
-      spare: how many copies of none there are behind them.
-
-    Returns:
-      The copies, and how many each key has, dropped ones counted.
+    Keys outside of 0 to `keys_count - 1` get no copy. The last copies beyond `capacity` are
+    dropped, and `spare` empty ones follow. Returns also each key's number of copies, dropped ones
+    included.
     """
     rows, k = keys.shape
     count = rows * k
     flat = keys.astype("int32").reshape(count)
-    # One key more, the last: entries of none are sorted behind all copies, and counted by nobody.
+    # Entries without a copy get one more key, the last. They sort behind all copies and are not
+    # counted.
     flat = jnp.where((flat >= 0) & (flat < keys_count), flat, keys_count)
     sizes = jnp.sum(
         flat[:, None] == jnp.arange(keys_count, dtype="int32")[None, :], axis=0, dtype="int32"
     )
     flat, entries = vary_alike((), flat, jnp.arange(count, dtype="int32"))
-    # Sorted twice: the inverse of a permutation by a scatter is one write after the other.
+    # The second sort inverts the permutation. A scatter would write one entry after the other.
     flat, order = lax.sort((flat, entries), num_keys=1, is_stable=True)
     _, places = lax.sort((order, entries), num_keys=1)
     used = jnp.sum(sizes, dtype="int32")
@@ -65,10 +61,10 @@ def copies_by_key(
 def spread(
     copies: Copies, x: Shaped[Array, "rows *row"], *, fill: bool = True, blank: bool = False
 ) -> Shaped[Array, "copies *row"]:
-    """Returns the row of `x` that each copy is of, and 0 for copies of none.
+    """Returns the row of `x` for each copy, and 0 for empty copies.
 
-    Without `fill` copies of none hold anything, which saves a pass over the copies on TPU. `blank`
-    says of the cotangent what it says of y in `collect`.
+    Without `fill` empty copies hold anything, which saves a pass on TPU. `blank` describes the
+    cotangent, as in `collect`.
     """
     copies, x = vary_alike((), copies, x)
     differentiable = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -79,14 +75,14 @@ def spread(
 def collect(
     copies: Copies, y: Shaped[Array, "copies *row"], *, blank: bool = False
 ) -> Shaped[Array, "rows *row"]:
-    """Returns the sum of each row's copies in `y`.
+    """Returns the sum of each row's copies in `y`; narrow floats are summed in float32.
 
-    Narrow floats are summed in float32. What is nobody's copy is not read, unless `blank`: then the
-    last row of y is nobody's, and 0, which saves a pass over what is summed on TPU.
+    With `blank` the last row of `y` is an empty copy and 0, which saves a pass on TPU. Otherwise
+    empty copies are not read.
     """
     copies, y = vary_alike((), copies, y)
     differentiable = jnp.issubdtype(y.dtype, jnp.inexact)
-    # In the derivative nobody reads what is nobody's, with `blank`.
+    # With `blank` the derivative need not fill empty copies, because they are not read.
     out: Array = (_collect if differentiable else _sum)(EmptyRows(not blank, blank), copies, y)
     return out
 
@@ -96,7 +92,7 @@ def take_rows(
     places: Int[Array, " taken"],
     fill: Shaped[Array, ""] | int | None = 0,
 ) -> Shaped[Array, "taken *row"]:
-    """Returns `x[places]`, and `fill` for places outside of x, or with None any row."""
+    """Returns `x[places]`. Places outside of `x` give `fill`, or any row if it is None."""
     shape = (*places.shape, *x.shape[1:])
     if not prod(shape) or not x.shape[0]:
         return zeros_alike(shape, x.dtype, x, places)
@@ -109,10 +105,10 @@ def take_rows(
 
 @dataclass(frozen=True)
 class EmptyRows:
-    """What is known of rows that are nobody's copy."""
+    """The treatment of empty copies."""
 
-    fill: bool  # they are made 0 where rows are copied
-    blank: bool  # the last is 0 where copies are summed
+    fill: bool  # copying rows makes them 0
+    blank: bool  # the last one is 0 when copies are summed
     derived_by_jax: ClassVar[bool] = False
 
 
@@ -132,28 +128,27 @@ def _sum(
     count = copies.source.size
     if not gathers_apart():
         return _sum_at_once(y, copies.places)
-    # Of `count` copies, at most count / j rows have j or more; in whole tiles of TPUs, with one row
-    # more, which has none.
+    # At most count / j rows have j copies or more. Each length is whole tiles of TPUs, and has room
+    # for one row more, which has no such copies.
     lengths = [min(rows, (count // (j + 1) // 16 + 1) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
         return _sum_firsts(y, copies.places, [rows] * k, how.blank)
-    # Rows in the order of how many copies they have, the most first: their first copies, then the
-    # second ones of those that have two, and so on. Most rows of a buffer for the worst case have
-    # one copy or none.
+    # Rows with the most copies come first. All first copies are summed, then the second copies of
+    # rows that have two, and so on. In a worst-case buffer most rows have one copy or none.
     places = lax.sort(copies.places, dimension=1)
     having = jnp.sum(places < count, axis=1, dtype="int32")
     having, numbers = vary_alike((), having, jnp.arange(rows, dtype="int32"))
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
     sums = _sum_firsts(y, take_rows(places, order, None), lengths, how.blank)
-    # Rows behind them have no copies, as the last of them then: its sum is 0.
+    # Rows beyond `sums` have no copies. Then the last row of `sums` has none either: its sum is 0.
     return take_rows(sums, jnp.minimum(back, len(sums) - 1), None)
 
 
 def _sum_at_once(
     y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"]
 ) -> Shaped[Array, "rows *row"]:
-    """Gathers as part of the additions: of what is not there nothing is read."""
+    """Sums by gathers that fuse with the additions."""
     dtype = addition_dtype(y.dtype)
     total = zeros_alike((len(places), *y.shape[1:]), dtype, y, places)
     for column in range(places.shape[1]):
@@ -164,19 +159,16 @@ def _sum_at_once(
 def _sum_firsts(
     y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"], lengths: list[int], blank: bool
 ) -> Shaped[Array, "sums *row"]:
-    """Sums what is at `places`, of column j for the first lengths[j] rows only, which get fewer.
-
-    There are as many sums as the first column has.
-    """
+    """Sums the rows of `y` at `places`, with column j for the first lengths[j] rows only."""
     dtype, shape = addition_dtype(y.dtype), (lengths[0], *y.shape[1:])
     if not prod(shape) or not len(y):
         return zeros_alike(shape, y.dtype, y, places)
     at = jnp.concatenate([places[:length, j] for j, length in enumerate(lengths)])
-    # One gather: k of them take the compiler for TPU k times as long. And one that is alone: masks
-    # belong to the additions, and their layout is not the gather's.
+    # One gather, because k of them compile k times as long for TPU. A barrier separates it from the
+    # masks: they belong to the additions, whose layout is not the gather's.
     each, at = lax.optimization_barrier((take_rows(y, at, None), at))  # [sum(lengths), *row]
     inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
-    # The last column first, so that no pass is longer than the column that it adds.
+    # The last column comes first, so that no pass is longer than the column that it adds.
     total: Any = None
     for length, end in zip(reversed(lengths), reversed(list(accumulate(lengths))), strict=True):
         part = each[end - length : end]

@@ -1,4 +1,4 @@
-"""How tokens reach the experts of other devices, what these make of them, and how it gets home."""
+"""Dispatch sends tokens to the devices of their experts, and combine returns the results."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -31,13 +31,12 @@ Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array,
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """What the ways have in common: chunks, and how a device computes its own experts.
+    """The base of dispatch algorithms.
 
-    `tensor` is the ring over which the hidden features of each expert are sharded, if tokens are
-    sharded over it too: those that have arrived are gathered over it.
+    `tensor` is the ring that shards the experts' hidden features, if it shards tokens too.
     """
 
-    name: ClassVar[str]  # in profiles
+    name: ClassVar[str]  # shown in profiles
 
     ring: Ring
     bounds: Bounds
@@ -47,20 +46,20 @@ class Exchange(ABC):
     def apply(
         self, tokens: Tokens, experts: Experts, chunks: int
     ) -> tuple[Float[Array, "rows d"], Int32[Array, ""]]:
-        """Sends tokens in chunks, each while the experts compute the one before.
+        """Sends each chunk of tokens while the experts compute the chunk before.
 
         Returns the results, and the number of pairs that this device computed.
 
-        Where experts are applied in two stages, the next chunk comes during the first, and what
-        was made of the chunk before goes home during the second; else both do during the one. What
-        is not yet sent passes through the barriers too, or a compiler would start it before its
-        stage.
+        With two stages, the next chunk arrives during the first, and earlier results go back during
+        the second. Unsent tokens pass through the barriers too, or a compiler would send them
+        early.
         """
         ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
         sizes = [j - i for i, j in pairwise(ends)]
-        # Cut by one operation, whose gradients are joined by one, and not padded and added.
+        # One operation cuts all chunks, so that one joins their gradients, without padding and
+        # adding.
         left = list(zip(*(lax.split(x, sizes) for x in tokens), strict=True))
-        # All plans first: what they send would wait behind the tokens.
+        # All plans come first. Otherwise their small transfers would wait behind the tokens.
         plans = [self.plan(piece) for piece in left]
         if chunks > 1:
             left, plans = optimization_barrier((left, plans))
@@ -96,12 +95,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
-        """Sends what was made of tokens back, and sums it for each token."""
+        """Sends results back, and returns their sum for each token."""
 
     def begin(self, tokens: Arrived, experts: Experts, sent: int, sources: int) -> Pairs | InSlots:
-        """Takes tokens into the hidden features of this device's experts.
+        """Sorts arrived tokens by expert, and in two stages computes hidden features.
 
-        Each of `sources` devices sent at most `sent` of them.
+        Each of `sources` devices sent at most `sent` tokens.
         """
         if self.tensor is not None:
             tokens, sources = gather(self.tensor, tokens), sources * self.tensor.size
@@ -113,58 +112,53 @@ class Exchange(ABC):
     def finish(
         self, pairs: Pairs | InSlots, experts: Experts
     ) -> tuple[Float[Array, "arrived d"], Int32[Array, ""]]:
-        """Returns this device's share of the results, and how many pairs it is made of."""
+        """Returns this device's share of the results, and the number of pairs in it."""
         out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")
         if self.tensor is None:
             return out, computed
-        # Every device of the ring has computed these pairs, each a share of their features.
+        # Every device of the ring has computed these pairs, each a share of the features: one
+        # counts them.
         computed = jnp.where(self.tensor.index() == 0, computed, 0)
         return scatter(self.tensor, out), computed
 
 
 @dataclass(frozen=True)
 class Ragged(Exchange):
-    """Each token is sent to the devices that it needs, by a ragged all-to-all."""
+    """Sends each token to the devices that it needs, by a ragged all-to-all."""
 
     name: ClassVar[str] = "ragged"
 
     def plan(self, tokens: Tokens) -> Any:
-        """Tells all devices how many tokens will come from where."""
         _, chosen, _ = tokens
         devices = jnp.where(chosen < 0, -1, chosen // self.bounds.local)
         return RaggedDispatcher.from_target_device_ids(devices, axis=self.ring)
 
     def send(self, tokens: Tokens, plan: Any) -> Arrived:
-        """Returns the tokens that have arrived here."""
         capacity = self.bounds.rows(len(tokens[0]))
         (rows, chosen, weights), valid = plan.dispatch(tokens, capacity)
         return rows, jnp.where(valid[:, None], chosen, -1), weights
 
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
-        """Sends the rows that were made of those that arrived, and sums them for each token."""
         return plan.combine(made, len(made))[0]
 
 
 @dataclass(frozen=True)
 class Gathered(Exchange):
-    """Every token is sent to all devices, which ignore what is not for them."""
+    """Sends every token to all devices."""
 
     name: ClassVar[str] = "all_gather"
 
     def plan(self, tokens: Tokens) -> Any:
-        """There is nothing to tell."""
+        """Sends nothing."""
 
     def send(self, tokens: Tokens, plan: Any) -> Arrived:
-        """Returns the tokens of all devices."""
         return gather(self.ring, tokens)
 
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
-        """Sums what all devices made of each token."""
         return scatter(self.ring, made)
 
 
 def gather(ring: Ring, tree: Any) -> Any:
-    """The rows of all devices of the ring."""
     if ring.size == 1 or not len(jax.tree.leaves(tree)[0]):
         return tree
     leaves = jax.tree.leaves(tree)
@@ -174,7 +168,6 @@ def gather(ring: Ring, tree: Any) -> Any:
 
 
 def scatter(ring: Ring, x: Float[Array, "rows d"]) -> Float[Array, "own d"]:
-    """The sums over the ring of this device's own rows."""
     if ring.size == 1 or not len(x):
         return x
     way = choose_way(Problem("experts", ring, (x.shape,), what=f"scatter of {x.dtype}"))
@@ -189,7 +182,7 @@ def apply_shared(
     activation: Activation,
     precision: PrecisionLike,
 ) -> Float[Array, "rows d"]:
-    """Applies experts to all rows, by the layers of tensor parallelism where that is an axis."""
+    """Applies experts to all rows, sharded over the tensor axis if there is one."""
     if axes.tensor is None:
         return _apply_whole(rows, experts, activation, precision)
     sequence_dim = 0 if axes.sharded else None
@@ -211,7 +204,7 @@ def _apply_whole(
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "rows columns"]:
         w = vary_over(axes, w)
-        if bias is None:  # narrow, and so is its derivative
+        if bias is None:  # the result is narrow, and so is its derivative
             return lax.dot(x, w, precision=precision, preferred_element_type=x.dtype)
         wide = sum_dtype(x.dtype)
         y = lax.dot(x, w, precision=precision, preferred_element_type=wide)

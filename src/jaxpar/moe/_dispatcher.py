@@ -1,4 +1,4 @@
-"""`RaggedDispatcher`: sends each token to the devices that it names, and brings back sums."""
+"""`RaggedDispatcher`, which sends each row to the devices that it names and sums the results."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ from jaxpar.moe._trip import Trip, bring_back, send
 )
 @dataclass(frozen=True)
 class RaggedDispatcher:
-    """A plan by which rows travel to the devices that each names, and their results back.
+    """A plan that dispatches rows to the devices that they name, and combines the results.
 
-    Made by `from_target_device_ids`, inside `jax.shard_map`. A row is sent once to each device that
-    it names, however often it names it. Received are first the rows of device 0, then those of
-    device 1, and so on, each device's in their order there, into a buffer of a fixed number of
-    rows, `capacity`; what does not fit is not sent: the last rows of the last devices.
+    `from_target_device_ids` makes it, inside `jax.shard_map`. A device receives at most `capacity`
+    rows, by sending device, in the order there. Rows that do not fit are not sent: the last rows of
+    the last devices.
 
-    All plans of the axis know all sizes, from one small all-gather; nothing else is exchanged but
-    rows. A plan is a pytree, and may serve any number of dispatches and combines.
+    An all-gather tells all devices the sizes. After that only rows travel. A plan is a pytree, for
+    any number of dispatches and combines.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -54,15 +53,15 @@ class RaggedDispatcher:
       >>> f(jnp.arange(8.0), jnp.array([[0, 5]] * 7 + [[3, 3]]))  # to two devices, or one
       Array([ 0.,  4.,  8., 12., 16., 20., 24., 14.], dtype=float32)
 
-    Source: the sort-based dispatch of Gale et al., "MegaBlocks" (2022), and one copy a device
-    as in DeepSeek-AI, "DeepSeek-V3 technical report" (2024).
+    Source: the sort-based dispatch of Gale et al., "MegaBlocks" (2022), and one copy a device as in
+    DeepSeek-AI, "DeepSeek-V3 technical report" (2024).
     """
 
     _copies: Copies
     _devices: Leaf  # int32[tokens, k]: the device of each entry, n for none
     _sizes: Leaf  # int32[n, n]: rows from each device to each
     _ring: Ring
-    _shape: tuple[int, ...]  # of the ids that were given
+    _shape: tuple[int, ...]  # of the given ids
 
     @classmethod
     @public
@@ -73,22 +72,21 @@ class RaggedDispatcher:
         axis: AxisLike,
         mask: ArrayLike | None = None,
     ) -> RaggedDispatcher:
-        """Plans the way of each row.
+        """Computes the plan for rows that name their devices.
 
         Args:
-          target_device_ids: integers, local `[t]` or `[t, k]`: the devices that each row goes to,
-            as `lax.axis_index(axis)` counts them. An entry outside of 0 to n-1 sends nothing,
-            and a device that a row names again gets it once.
+          target_device_ids: integers, local `[t]` or `[t, k]`: each row's devices, as
+            `lax.axis_index(axis)` counts. An entry outside of 0 to n-1 sends nothing, and a
+            repeated one sends once.
           axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
-          mask: bool, like `target_device_ids`: False for entries that send nothing.
+          mask: bool, shaped like `target_device_ids`; False sends nothing.
 
         Returns:
-          The plan. It has no derivative with respect to its arguments.
+          The plan, which has no derivative.
 
         Raises:
           TypeError: ids that are no integers, a mask that is no bool.
-          ValueError: ids of another rank, a mask of another shape, an unknown axis name, a call
-            outside shard_map.
+          ValueError: a wrong shape, an unknown axis, a call outside shard_map.
 
         Cost: an all-gather of n integers, and sorts of `t k` integers.
 
@@ -121,40 +119,40 @@ class RaggedDispatcher:
 
     @property
     def axis(self) -> tuple[str, ...]:
-        """The mesh axes over which rows travel."""
+        """Returns the mesh axes over which rows travel."""
         return self._ring.names
 
     @property
     def send_sizes(self) -> Array:
-        """The number of rows that each device is to get from this one: int32[n]."""
+        """Returns how many rows this device has for each: int32[n]."""
         return self._sizes[self._ring.index()]
 
     @property
     def recv_sizes(self) -> Array:
-        """The number of rows that this device is to get from each: int32[n]."""
+        """Returns how many rows each device has for this one: int32[n]."""
         return self._sizes[:, self._ring.index()]
 
     @property
     def input_offsets(self) -> Array:
-        """Where the rows for each device begin among the copies that this one sends: int32[n]."""
+        """Returns where each device's rows begin among the copies to send: int32[n]."""
         return _starts(self.send_sizes, 0)
 
     @property
     def output_offsets(self) -> Array:
-        """Where this device's rows begin in what each device receives: int32[n]."""
+        """Returns where this device's rows begin in each device's buffer: int32[n]."""
         return _starts(self._sizes, 0)[self._ring.index()]
 
     @property
     def dropless_capacity(self) -> int:
-        """The capacity with which nothing can overflow: all rows of all devices."""
+        """Returns the capacity that cannot overflow: all rows of all devices."""
         return self._ring.size * self._devices.shape[0]
 
     @public
     def overflow(self, capacity: Integer) -> Array:
-        """Counts the rows that are meant for this device and do not fit.
+        """Counts the rows for this device that do not fit.
 
         Args:
-          capacity: the number of rows of the receive buffer.
+          capacity: the rows of the receive buffer.
 
         Returns:
           int32[], varying over the axis.
@@ -179,26 +177,25 @@ class RaggedDispatcher:
 
     @public
     def dispatch(self, data: Tree, capacity: Integer) -> tuple[Tree, Array]:
-        """Sends rows to the devices that they are for.
+        """Sends each row to its devices.
 
         Args:
-          data: pytree of local arrays `[t, ...]` of any dtypes: a row each.
-          capacity: the number of rows that each device can receive, the same on all.
+          data: pytree of local arrays `[t, ...]` of any dtypes.
+          capacity: the rows of each device's receive buffer.
 
         Returns:
-          `(received, valid)`: arrays `[capacity, ...]`, and bool[capacity], which rows of them
-          arrived: the first ones. All other rows hold *anything*, NaN included: mask them by
-          `jnp.where` before any arithmetic. Their cotangents are not read.
+          `(received, valid)`: arrays `[capacity, ...]`, and bool[capacity], True for the first
+          rows, which arrived. All others hold *anything*, NaN included: mask them by `jnp.where`
+          before any arithmetic. Their cotangents are not read.
 
         Raises:
           TypeError: a capacity that is no integer; an array of keys.
           ValueError: a capacity below 0; arrays of another number of rows.
 
-        Cost: each row goes once to each of its devices, and in the derivative its cotangent comes
-        back. All arrays of at most 1/8 of the largest one's bytes travel in its exchange, or
-        together in one if that has more than 8 MiB; each other has one of its own. Memory: the
-        `t min(k, n)` copies that are sent at most, and the receive buffer. On a device
-        alone nothing is sent.
+        Cost: each row goes once to each of its devices, and in the derivative its cotangent
+        returns. Arrays of at most 1/8 of the largest one's bytes join its exchange, or share
+        another if it has more than 8 MiB. Every other array has its own. Memory: at most
+        `t min(k, n)` copies to send, and the receive buffer. A single device sends nothing.
 
         Example:
           >>> mesh = make_mesh("ep=8")
@@ -222,23 +219,23 @@ class RaggedDispatcher:
 
     @public
     def combine(self, data: Tree, capacity: Integer) -> tuple[Tree, Array]:
-        """Sends results back to where their rows came from, and sums those of each row.
+        """Sends results back to their rows' devices, and sums them for each row.
 
         Args:
-          data: pytree of local arrays `[capacity, ...]`: a result for each row that `dispatch`
-            returned, in its order. Rows that are not valid are not read.
-          capacity: that of `dispatch`.
+          data: pytree of local arrays `[capacity, ...]`: results in the order of `dispatch`. Rows
+            that are not valid are not read.
+          capacity: the same as in `dispatch`.
 
         Returns:
-          `(combined, valid)`: arrays `[t, ...]`, for each row the sum over the devices that got it,
-          in float32 for narrower floats, then cast back, and 0 where none did; and bool, like the
-          ids that the plan was made from: which of them sent a copy that fitted.
+          `(combined, valid)`: each row's sum over its devices, `[t, ...]`, or 0 if it has none; and
+          bool like the plan's ids, True where a copy fitted. Narrow floats are summed in float32,
+          then cast back.
 
         Raises:
-          TypeError: a capacity that is no integer; an array of bools, which have no sum, or keys.
+          TypeError: a capacity that is no integer; an array of bools or keys, which have no sum.
           ValueError: a capacity below 0; arrays that do not have `capacity` rows.
 
-        Cost: as `dispatch`, the other way.
+        Cost: the same as `dispatch`.
 
         Example:
           >>> mesh = make_mesh("ep=8")
@@ -263,17 +260,18 @@ class RaggedDispatcher:
     def _trip(
         self, capacity: int
     ) -> tuple[Trip, Bool[Array, "tokens k"], Bool[Array, " {capacity}"]]:
-        """The way there and back; which entries' copies fit, and which rows arrive."""
+        """Returns the transfers, which entries' copies fit, and which rows arrive."""
         me, sizes = self._ring.index(), self._sizes
-        # What the devices before leave of each buffer. All cut alike, so that both sides agree.
+        # A device gets the room that devices before it leave in a buffer. All compute the same
+        # cuts, so that both sides agree.
         places = jnp.minimum(_starts(sizes, 0), capacity)
         cut = jnp.minimum(sizes, capacity - places)
         starts = _starts(sizes, 1)
         there = Slices(starts[me], cut[me], places[me], cut[:, me])
         back = Slices(places[:, me], cut[:, me], starts[:, me], cut[me])
 
-        # Sorted by device, the copies that fit are the first ones of each device's.
-        ends = jnp.pad(starts[me] + cut[me], (0, 1))  # n, for no device, has no end
+        # Copies are sorted by device, and each device's first ones fit.
+        ends = jnp.pad(starts[me] + cut[me], (0, 1))  # entries n, for no device, fit nowhere
         fits = self._copies.places < ends[self._devices]
         count = self._copies.source.size
         copies = Copies(self._copies.source, jnp.where(fits, self._copies.places, count))
@@ -284,12 +282,12 @@ class RaggedDispatcher:
 
 
 def _starts(sizes: Int32[Array, "*n"], axis: int) -> Int32[Array, "*n"]:
-    """The sum of the sizes before each, along one dimension."""
+    """Returns the sum of the sizes before each."""
     return jnp.cumsum(sizes, axis, dtype="int32") - sizes
 
 
 def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "tokens k"]:
-    """Replaces by n, for no device, what stands left of it in the same row already."""
+    """Replaces repeated devices of a row by n, which means none."""
     k = devices.shape[1]
     left = np.tri(k, k=-1, dtype=bool)[None]
     # [tokens, k, k]: whether an entry names the same device as another to its left.

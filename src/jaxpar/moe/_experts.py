@@ -1,8 +1,7 @@
-"""Experts: MLPs of equal shape, each applied to its own rows, on whole buffers or in blocks.
+"""Experts: MLPs of equal shape, each applied to its own rows, in full buffers or in blocks.
 
-Which of both is chosen when lowering. Whole buffers suit a kernel for grouped products; in loops
-over blocks the rows between the two projections live for a block's time only, and are computed
-again for the gradients, so that nothing as wide as the hidden layer is as long as the buffer.
+Lowering chooses. Full buffers suit a kernel for grouped products. Blocks compute hidden rows again
+for the gradients, so that no array is as long as the buffer and as wide as the hidden layer.
 """
 
 from __future__ import annotations
@@ -57,32 +56,32 @@ def apply_experts(
     precision: PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Array:
-    """Applies to each row the MLP of its expert, rows being sorted by expert.
+    """Computes the MLP of each row's expert, for rows sorted by expert.
 
     Args:
-      x: `[a, d]`: the rows of expert 0 first, then those of expert 1, and so on. Rows past the sum
-        of `group_sizes` belong to no expert and may hold anything, NaN included.
-      experts: `Experts`, or a mapping with such keys, in the dtype of x but for biases.
-      group_sizes: integers `[e]`, how many rows each expert has.
-      activation: a function of `[rows, f]` that treats each row alone; or a
-        `jaxpar.layers.GatedActivation` of gate and up together.
-      weights: `[a]`, floats to multiply each row of the result by, or None. Those past the sum of
-        `group_sizes` may hold anything.
+      x: `[a, d]`: the rows of expert 0, then of expert 1, and so on. Rows past the sum of
+        `group_sizes` have no expert and may hold anything, NaN included.
+      experts: `Experts`, or a mapping with the same keys; all but biases in the dtype of `x`.
+      group_sizes: integers `[e]`, the rows of each expert.
+      activation: a function of `[rows, f]` that treats each row alone, or a
+        `jaxpar.layers.GatedActivation`.
+      weights: factors of the result's rows, floats `[a]`, or None. Those of rows without an expert
+        may hold anything.
       implementation: as in `grouped_matmul`.
       precision: as in `jax.lax.dot_general`.
-      preferred_element_type: as in `grouped_matmul`, for all products and the result.
+      preferred_element_type: as in `grouped_matmul`, for all products.
 
     Returns:
-      `[a, d]`, varying over all mesh axes that the operands vary over; 0 in rows past the sum of
-      `group_sizes`, as are the gradients of such rows and weights.
+      `[a, d]`, varying over all mesh axes of the operands. Rows without an expert are zero. Their
+      gradients are zero too, and those of their weights.
 
     Raises:
-      TypeError: operands of different dtypes, or bools; biases that x cannot hold; unknown keys; an
-        option of the wrong type.
-      ValueError: wrong ranks or sizes, a gate_bias without a gate, an unknown implementation.
+      TypeError: operands of different dtypes, or bools; biases that `x` cannot hold; unknown keys;
+        an option of the wrong type.
+      ValueError: wrong shapes, a gate_bias without a gate, an unknown implementation.
 
-    Cost: nothing is sent. 4 d f FLOPs (with a gate 6 d f) for each row that has an expert, in
-    blocks as `grouped_matmul` has them.
+    Cost: nothing is sent. 4 d f FLOPs for each row with an expert, or 6 d f with a gate, in the
+    blocks of `grouped_matmul`.
 
     Example:
       >>> experts = Experts(up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 6, 4)))
@@ -110,9 +109,9 @@ def apply_experts(
 
 
 def closes_over_arrays(activation: Activation, experts: Experts, dtype: Any) -> bool:
-    """Whether `activation` has arrays of its own, which gradients may be taken of.
+    """Returns whether `activation` holds arrays, which may have gradients.
 
-    Raises unless it takes hidden rows to as many features.
+    Raises unless it keeps the number of hidden features.
     """
     up = zeros_alike((1, experts.up.shape[2]), dtype, experts.up)
     gate = None if experts.gate is None else up
@@ -120,7 +119,6 @@ def closes_over_arrays(activation: Activation, experts: Experts, dtype: Any) -> 
 
 
 def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
-    """Raises unless rows, experts and sizes of groups go together."""
     if x.ndim != 2:
         raise value_error(
             f"x must be [a, d], got local shape {x.shape}; reshape it to two dimensions"
@@ -154,7 +152,7 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
 
 
 def check_shapes(experts: Experts) -> None:
-    """Raises unless the arrays are those of equally many experts of one shape."""
+    """Raises unless all experts have one shape."""
     if experts.up.ndim != 3:
         raise value_error(
             f"experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
@@ -176,7 +174,6 @@ def check_shapes(experts: Experts) -> None:
 
 
 def check_weights(weights: Array, x: Array) -> None:
-    """Raises unless `weights` are a float for each row."""
     if weights.shape != x.shape[:1]:
         raise value_error(
             f"weights have local shape {weights.shape}, but x of local shape {x.shape} "
@@ -187,7 +184,7 @@ def check_weights(weights: Array, x: Array) -> None:
 
 
 def clear_rows(operands: Operands, group_sizes: Int32[Array, " groups"]) -> Operands:
-    """Makes rows 0 that have no expert, and so their gradients, whatever comes back."""
+    """Sets rows without an expert to 0, and so their gradients."""
     weights = None if operands.weights is None else clear(operands.weights, group_sizes)
     return operands._replace(x=clear(operands.x, group_sizes), weights=weights)
 
@@ -195,7 +192,6 @@ def clear_rows(operands: Operands, group_sizes: Int32[Array, " groups"]) -> Oper
 def forward_whole(
     mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]
 ) -> tuple[Num[Array, "rows d"], Projected]:
-    """`Mlp.forward` of whole buffers."""
     return mlp.forward(WholeProducts(mlp, group_sizes, len(operands.x)), operands)
 
 
@@ -206,14 +202,13 @@ def gradients_whole(
     projected: Projected,
     ct: Num[Array, "rows d"],
 ) -> Operands:
-    """`Mlp.gradients` of whole buffers."""
     return mlp.gradients(WholeProducts(mlp, group_sizes, len(operands.x)), operands, projected, ct)
 
 
 def forward_blocks(
     mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Int32[Array, " groups"]
 ) -> Num[Array, "rows d"]:
-    """The result of `Mlp.forward` block by block; nothing of the projections is kept."""
+    """Computes `Mlp.forward` block by block, and saves no projections."""
     x, experts, weights = operands
 
     def one_group(
@@ -240,7 +235,7 @@ def gradients_blocks(
     projected: Any,
     ct: Num[Array, "rows d"],
 ) -> Operands:
-    """`Mlp.gradients` block by block, which projects again."""
+    """Computes `Mlp.gradients` block by block, and projects again."""
     x, experts, weights = operands
 
     def one_group(grads: Operands, group: Int[Array, ""], fold: Callable[..., Any]) -> Operands:
@@ -248,8 +243,8 @@ def gradients_blocks(
 
         def step(state: Any, block: Block) -> Any:
             placed, sums = state
-            # Masked, not cut as in the forward pass: what other groups have in the block's rows
-            # would be added to this group's gradients.
+            # Masked, unlike in the forward pass. Otherwise other groups' rows in the block would
+            # add to this group's gradients.
             cut = Operands(
                 block.masked(x),
                 own,
@@ -262,7 +257,7 @@ def gradients_blocks(
             placed = jax.tree.map(block.place, placed, parts)
             return placed, totals.add(sums, d.experts)
 
-        # Weights are placed as a column, [rows, 1], as `Block.inside` is.
+        # Weights are placed as a column, [rows, 1], like `Block.inside`.
         placed = grads.x, None if grads.weights is None else grads.weights[:, None]
         (d_x, d_weights), sums = fold(step, (placed, totals.open(grads.experts)))
         d_weights = None if d_weights is None else d_weights[:, 0]
@@ -274,7 +269,7 @@ def gradients_blocks(
 
 
 def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
-    """The weights of one expert, without the first dimension."""
+    """Returns the weights of one expert, without the first dimension."""
     own: Experts = jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts
     )
@@ -285,7 +280,7 @@ def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
 def expert_mlp(
     mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]
 ) -> tuple[Num[Array, "rows d"], Projected]:
-    """The result and what its gradients may read: the projections, or as many zeros.
+    """Returns the result, and the projections for its gradients, or zeros.
 
     All operands vary alike. The second result has no cotangent.
     """
@@ -297,7 +292,7 @@ def expert_mlp(
         out = forward_blocks(mlp, lengths, operands, group_sizes)
         if mlp.kernels.implementation == "blocks":
             return out, (None, None)
-        # Nobody reads them here, but a program for several platforms has one type.
+        # Zeros are not read here, but the branches of all platforms return one type.
         shape = len(operands.x), operands.experts.up.shape[2]
         zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)
         return out, (zeros, None if operands.experts.gate is None else zeros)
@@ -341,7 +336,7 @@ def _gradients_fwd(
 def _gradients_bwd(mlp: Mlp, residuals: Any, cts: Operands) -> Any:
     operands, group_sizes, projected, ct = residuals
 
-    # Through whole buffers, whose products can be differentiated again.
+    # On full buffers, whose products can be differentiated again.
     def gradients(operands: Operands, ct: Num[Array, "rows d"]) -> Operands:
         operands, ct = clear_rows(operands, group_sizes), clear(ct, group_sizes)
         _, projected = forward_whole(mlp, operands, group_sizes)

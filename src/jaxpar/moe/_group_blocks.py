@@ -1,9 +1,8 @@
-"""Grouped products by loops over blocks of rows, as many as the groups have.
+"""Grouped products by loops over blocks of rows.
 
-Rows sorted by group leave groups of any size, known only at run time. A loop over the groups holds
-one group's weight at a time, and inner loops with dynamic trip counts take its rows in blocks of
-static sizes, large ones first, that begin where the group does: the work follows the rows that
-there are, not the buffer nor the number of groups.
+Group sizes are known only at run time. An outer loop takes one group's weight at a time. Inner
+loops take its rows in blocks of static lengths, long ones first. So the work follows the rows, not
+the buffer or the number of groups.
 """
 
 from collections.abc import Callable
@@ -21,31 +20,30 @@ from jaxpar.arguments.types import Tree
 from jaxpar.axis.varying import zeros_alike
 from jaxpar.compiler import control_flow
 
-# Lengths of blocks, falling. A block costs a CPU about as much as 25 rows besides its own; it costs
-# a GPU tens of microseconds, as the host waits to know whether another follows.
+# Lengths of blocks, falling. A block costs a CPU about as much as 25 rows more. It costs a GPU tens
+# of microseconds, because the host waits to know whether another follows.
 CPU_LENGTHS = (256, 64, 16)
 GPU_LENGTHS = (1024, 256)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one group, at a place known at run time, with a static length."""
+    """Rows of one group, with a dynamic start and a static length."""
 
     at: Int32[Array, ""]  # the first row of the block
-    inside: Bool[Array, "length 1"]  # rows that are the group's, and were in no block before
+    inside: Bool[Array, "length 1"]  # the group's rows that were in no block before
 
     def cut(self, x: Shaped[Array, "rows *row"]) -> Shaped[Array, "length *row"]:
-        """The block's rows of x."""
         return lax.dynamic_slice_in_dim(x, self.at, len(self.inside))
 
     def masked(self, x: Num[Array, "rows d"]) -> Num[Array, "length d"]:
-        """The block's rows of x, 0 where they are not the group's."""
+        """Returns the block's rows of `x`, with 0 where not `inside`."""
         return jnp.where(self.inside, self.cut(x), 0)
 
     def place(
         self, whole: Num[Array, "rows d"], part: Num[Array, "length d"]
     ) -> Num[Array, "rows d"]:
-        """Replaces the block's rows in `whole` that are the group's."""
+        """Replaces the block's `inside` rows."""
         new = jnp.where(self.inside, part.astype(whole.dtype), self.cut(whole))
         return lax.dynamic_update_slice_in_dim(whole, new, self.at, 0)
 
@@ -59,14 +57,14 @@ def fold_groups(
 ) -> Tree:
     """Folds `one_group(state, group, fold)` over the groups that have rows.
 
-    `fold(step, state)` folds `step(state, block)` over the blocks of this group.
+    `fold(step, state)` folds `step(state, block)` over the group's blocks.
     """
     ends = jnp.cumsum(group_sizes, dtype="int32")
     starts, filled = ends - group_sizes, group_sizes > 0
-    # Groups that have rows first: the loop below stops behind them, and so nothing is done for
-    # empty ones, of which a device with many experts and few tokens has most.
-    # Neither a sort, on which the partitioner before Shardy ends the process, nor a scatter, which
-    # takes longer: before the group at each place are all whose count is not beyond it.
+    # Groups that have rows come first, and the loop stops behind them. Empty groups cost nothing; a
+    # device with many experts and few tokens has many. The order is computed by comparisons: the
+    # group at each place follows all groups whose count is at most that place. A sort would end the
+    # process under the partitioner before Shardy. A scatter takes longer.
     places = jnp.arange(len(filled))
     counts = jnp.sum(filled[None, :] & (places[None, :] <= places[:, None]), axis=1)
     order = jnp.sum(counts[None, :] <= places[:, None], axis=1, dtype="int32")
@@ -79,7 +77,7 @@ def fold_groups(
 
     count = jnp.sum(filled, dtype="int32")
     first = zeros_alike((), "int32", group_sizes)
-    with jax.named_scope("filled_groups"):  # what assumes trips of loops knows them by name
+    with jax.named_scope("filled_groups"):  # estimates of loop lengths know it by this name
         return control_flow.while_loop(lambda carry: carry[0] < count, turn, (first, state))[1]
 
 
@@ -101,8 +99,8 @@ def _fold_blocks(
 
         def advance(carry: Any, length: int = length) -> Any:
             first, state = carry
-            # The buffer may end within the last block, which then begins earlier: rows that were in
-            # the block before are in it again, and are masked, as those of other groups are.
+            # The buffer may end within the last block, which then begins earlier. It repeats rows
+            # of the block before. They are masked, like rows of other groups.
             at = jnp.minimum(first, rows - length)
             row = at + lax.broadcasted_iota("int32", (length, 1), 0)
             return first + length, step(state, Block(at, (row >= first) & (row < end)))
@@ -119,11 +117,11 @@ def block_dot(
     preferred: Any,
     precision: Any,
 ) -> Num[Array, "_ _"]:
-    """Multiplies two matrices along one dimension of each, in the dtype of partial sums."""
-    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
+    """Multiplies two matrices in the dtype of partial sums."""
+    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be the wider one
     sums = sum_dtype(dtype) if preferred is None else preferred
     if left.shape[dims[0]] < 32:
-        dtype = common_dtype(dtype, sums)  # CPUs may have no such small dots of narrow operands
+        dtype = common_dtype(dtype, sums)  # CPUs may lack such small dots of narrow operands
     return lax.dot_general(
         left.astype(dtype),
         right.astype(dtype),
@@ -162,7 +160,7 @@ def blocks_group_products(
     group_sizes: Int32[Array, " groups"],
     dtype: Any,
 ) -> Num[Array, "groups into out"]:
-    """Sums the outer products of each group's rows, 0 for empty groups."""
+    """Sums the outer products of each group's rows."""
     like = lhs, rhs, group_sizes
     out = zeros_alike((len(group_sizes), lhs.shape[1], rhs.shape[1]), dtype, *like)
 
@@ -182,15 +180,11 @@ def blocks_group_products(
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a group's blocks, on their way into arrays with a place for each group.
-
-    What these hold is added to.
-    """
+    """Sums over a group's blocks, added to arrays that have a place for each group."""
 
     group: Int[Array, ""]
 
     def open(self, out: Any) -> Any:
-        """What to carry from block to block."""
 
         def start(x: Num[Array, "groups *weight"]) -> Num[Array, "..."]:
             wide = sum_dtype(x.dtype)
@@ -201,11 +195,11 @@ class Totals:
         return jax.tree.map(start, out)
 
     def add(self, sums: Any, parts: Any) -> Any:
-        """Adds what a block gives."""
 
         def add(total: Num[Array, "*total"], part: Num[Array, "*weight"]) -> Num[Array, "*total"]:
             part = part.astype(total.dtype)
-            # A total is of this group alone, or where `open` took the result itself, of all groups.
+            # A total belongs to this group alone. If `open` took the result itself, it has all
+            # groups.
             if total.ndim == part.ndim:
                 return total + part
             old = lax.dynamic_index_in_dim(total, self.group, keepdims=False)
@@ -214,7 +208,6 @@ class Totals:
         return jax.tree.map(add, sums, parts)
 
     def close(self, out: Any, sums: Any) -> Any:
-        """Puts the sums into their place."""
 
         def put(
             whole: Num[Array, "groups *weight"], total: Num[Array, "..."]

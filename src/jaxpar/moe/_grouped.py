@@ -1,8 +1,7 @@
-"""Grouped matmuls: rows sorted by group, each multiplied by the weight of its group.
+"""Grouped matmuls: rows sorted by group, each multiplied by its group's weight.
 
-Two products are closed under differentiation: of rows and weights into rows, and of rows and rows
-into a weight for each group. Each runs on one of two paths, chosen when lowering: a ragged dot,
-which TPUs have a kernel for, or loops over blocks.
+Two products are closed under differentiation: rows by weights, and sums of outer products of rows
+for each group. Lowering chooses a ragged dot, which TPUs have a kernel for, or loops over blocks.
 """
 
 from __future__ import annotations
@@ -47,36 +46,33 @@ def grouped_matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> Array:
-    """Multiplies rows that are sorted by group by the weight of their group.
+    """Multiplies each row by the weight of its group, for rows sorted by group.
 
     Args:
-      lhs: `[m, k]`: the rows of group 0 first, then those of group 1, and so on. Rows past the sum
-        of `group_sizes` belong to no group and may hold anything, NaN included.
+      lhs: `[m, k]`: the rows of group 0, then of group 1, and so on. Rows past the sum of
+        `group_sizes` have no group and may hold anything, NaN included.
       rhs: `[g, k, n]`, a weight for each group, in the dtype of `lhs`.
-      group_sizes: integers `[g]`, how many rows each group has. None may be negative. Where they
-        sum to more than `m`, the last rows in excess are left out.
-      preferred_element_type: the dtype of partial sums and of the result. None: partial sums in
-        float32 (int32) for operands of 16 bits or fewer, and the result in the dtype of operands.
+      group_sizes: integers `[g]`, not negative: the rows of each group. A sum above `m` is cut from
+        its end.
+      preferred_element_type: the dtype of partial sums and of the result. None: the dtype of
+        operands, with partial sums of narrow ones in float32 (int32).
       precision: as in `jax.lax.dot_general`, one value for both operands.
-      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`, for which TPUs have a kernel
-        and other platforms compute every group's product with all rows. "blocks" is loops over
-        blocks of rows, whose numbers are known at run time only. "auto" chooses when the program
-        is lowered: a ragged dot for TPUs, blocks for anything else.
+      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`. Without a TPU's kernel it
+        multiplies every weight by all rows. "blocks" loops over blocks of rows. "auto" takes a
+        ragged dot on TPUs, and blocks elsewhere.
 
     Returns:
-      `[m, n]`, varying over all mesh axes that the operands vary over. Rows past the sum of
-      `group_sizes` are 0, and so are the gradients of such rows of `lhs` and of weights of empty
-      groups, whatever the cotangent holds there.
+      `[m, n]`, varying over all mesh axes of the operands. Rows without a group are zero. Their
+      gradients, and those of empty groups' weights, are zero whatever the cotangent holds.
 
     Raises:
-      TypeError: operands of different dtypes, or bools; sizes that are not integers; a preferred
+      TypeError: operands of different dtypes, or bools; sizes that are no integers; a preferred
         dtype that cannot hold the products; an option of the wrong type.
-      ValueError: wrong ranks or sizes, an unknown implementation.
+      ValueError: wrong shapes, an unknown implementation.
 
-    Cost: nothing is sent. 2 k n FLOPs for each row that has a group, and as much again for each
-    operand's gradient. Blocks round the rows of each group up to a multiple of 16 (on GPUs 128) or,
-    of large groups, a little more. `jax.lax.ragged_dot_general` where there is no kernel: 2 m g k n
-    FLOPs, and on GPUs g copies of `lhs`.
+    Cost: nothing is sent. 2 k n FLOPs for each row with a group, and as many for each operand's
+    gradient. Blocks round a group's rows up to a multiple of 16 (on GPUs 256), or in large groups a
+    little more. A ragged dot without a kernel costs 2 m g k n FLOPs, and on GPUs g copies of `lhs`.
 
     Example:
       >>> rows, weights = jnp.ones((6, 4)), jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0)])
@@ -84,7 +80,7 @@ def grouped_matmul(
       Array([4., 4., 8., 8., 8., 0.], dtype=float32)
 
     Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
-    products of groups of any size in place of padded ones.
+    groups of any size without padding.
     """
     sizes = as_integers("group_sizes", group_sizes)
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
@@ -98,26 +94,26 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class Kernels:
-    """How grouped products run, the same in the forward pass and in every derivative."""
+    """Options of a grouped product and all its derivatives."""
 
     implementation: str
     precision: Any
 
     def choose(self, rows: int, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
-        """Runs one of three functions: TPU's kernel, a ragged dot elsewhere, loops over blocks.
+        """Runs a TPU kernel, a ragged dot elsewhere, or loops over blocks.
 
-        The last is given the lengths of blocks before the operands.
+        `blocks` gets the lengths of blocks before the operands.
         """
         branches = {"default": partial(blocks, CPU_LENGTHS)}
-        if rows >= GPU_LENGTHS[-1]:  # a shorter buffer has none of these
+        if rows >= GPU_LENGTHS[-1]:  # a shorter buffer has no such block
             branches["cuda"] = branches["rocm"] = partial(blocks, GPU_LENGTHS)
         if self.implementation != "blocks":
             branches["tpu"] = kernel
         if self.implementation == "ragged_dot":
             branches = {"tpu": kernel, "default": masked}
 
-        # One after the other under vmap: loops over batches of groups would run as long as the
-        # longest does, and ragged dots have no rule for some batches.
+        # Under vmap, one batch after the other. Batched loops would all run as long as the longest,
+        # and ragged dots have no rule for some batches.
         @sequential_vmap
         def chosen(*operands: Any) -> Any:
             return control_flow.platform_dependent(*operands, **branches)
@@ -127,16 +123,15 @@ class Kernels:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """A grouped product, apart from its operands."""
+    """A grouped product without its operands."""
 
     kernels: Kernels
-    contracted: int  # the dimension of weights along which rows are multiplied: 1 or 2
-    preferred: Any  # the dtype of partial sums; None: the package's contract
-    dtype: Any  # of the result
+    contracted: int  # the dimension of weights that is summed over: 1 or 2
+    preferred: Any  # the dtype of partial sums; None: the package's rule
+    dtype: Any  # the result's
     cleared: bool = True  # whether rows past the last group are 0; otherwise they hold anything
 
     def sums(self, operands: Any) -> Any:
-        """The dtype of partial sums."""
         return sum_dtype(operands) if self.preferred is None else self.preferred
 
     def ragged_dot(
@@ -147,8 +142,7 @@ class GroupedProduct:
         rhs: Num[Array, " ..."],  # [groups, _, _], or [rows, out]
         group_sizes: Int32[Array, " groups"],
     ) -> Num[Array, " ..."]:
-        """JAX's, with partial sums of dtype `sums`."""
-        common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider than its partner
+        common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be the wider one
         return lax.ragged_dot_general(
             lhs.astype(common),
             rhs.astype(common),
@@ -159,7 +153,6 @@ class GroupedProduct:
         ).astype(self.dtype)
 
     def derivative(self, contracted: int, dtype: Any) -> GroupedProduct:
-        """A product of the derivative."""
         return replace(self, contracted=contracted, dtype=dtype)
 
 
@@ -170,10 +163,7 @@ def rows_product(
     rhs: Num[Array, "groups _ _"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "rows out"]:
-    """Multiplies each row of `lhs` by its group's weight.
-
-    All operands vary alike.
-    """
+    """Multiplies each row of `lhs` by its group's weight. Operands vary alike."""
     kernels, inner = product.kernels, product.contracted
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
@@ -187,8 +177,8 @@ def rows_product(
         out = product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
         return jnp.where(in_groups(group_sizes, len(lhs)), out, 0) if product.cleared else out
 
-    # The kernel sums in float32 whatever it is asked for, and rounds once: a wider result would
-    # cost a pass of its own to narrow.
+    # The kernel always sums in float32 and rounds once. A wider result would need another pass to
+    # narrow it.
     kernel = partial(ragged_dot, sums=product.dtype)
 
     def masked(
@@ -222,10 +212,7 @@ def group_products(
     rhs: Num[Array, "rows out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "groups into out"]:
-    """Sums, for each group, the outer products of its rows of `lhs` and `rhs`; 0 for empty groups.
-
-    All operands vary alike.
-    """
+    """Sums the outer products of each group's rows, 0 for empty groups. Operands vary alike."""
     kernels = product.kernels
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
@@ -238,7 +225,7 @@ def group_products(
         dims = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
         return product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
 
-    # The kernel itself replaces by 0, in both operands, what is not the group's.
+    # The kernel itself sets other groups' rows to 0, in both operands.
     kernel = partial(ragged_dot, sums=product.dtype)
 
     def masked(
@@ -266,12 +253,9 @@ def group_products(
 
 
 def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Array, " groups"]:
-    """The sizes, cut to what `rows` hold: more would lead a kernel out of bounds.
-
-    Each is cut first, so that their sum does not wrap around.
-    """
+    """Returns the sizes, cut to `rows` in sum. More would lead a kernel out of bounds."""
     if group_sizes.dtype.itemsize < 4:
-        group_sizes = group_sizes.astype("int32")  # in which rows can be counted
+        group_sizes = group_sizes.astype("int32")  # wide enough to count rows
     sizes = jnp.minimum(group_sizes, rows).astype("int32")
     if len(sizes) * rows < 2**31:
         ends = jnp.minimum(jnp.cumsum(sizes, dtype="int32"), rows)
@@ -282,7 +266,6 @@ def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Ar
 
 
 def in_groups(group_sizes: Int32[Array, " groups"], rows: int) -> Bool[Array, "{rows} 1"]:
-    """Which rows belong to any group."""
     return lax.broadcasted_iota("int32", (rows, 1), 0) < jnp.sum(group_sizes, dtype="int32")
 
 
@@ -297,9 +280,9 @@ def _rows_fwd(
 
 def _rows_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "rows out"]) -> Any:
     lhs, rhs, sizes = residuals
-    # Rows go back along the weight's other dimension, 1 and 2 adding up to 3. A weight's gradient
-    # has the dimensions in the weight's own order: the one that rows were multiplied along is that
-    # of `lhs`, wherever it stands.
+    # Cotangents of rows are multiplied along the weight's other dimension: 1 and 2 add up to 3. A
+    # weight's gradient has the weight's order of dimensions. `lhs` gives the dimension that it was
+    # multiplied along, which may come second.
     to_lhs = product.derivative(3 - product.contracted, lhs.dtype)
     pair = (lhs, ct) if product.contracted == 1 else (ct, lhs)
     to_rhs = product.derivative(1, rhs.dtype)
@@ -326,7 +309,6 @@ group_products.defvjp(_groups_fwd, _groups_bwd)
 
 
 def bind_kernels(implementation: Any, precision: Any) -> Kernels:
-    """Returns the kernels, or raises for options that name none."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
         raise value_error(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
@@ -336,7 +318,7 @@ def bind_kernels(implementation: Any, precision: Any) -> Kernels:
 
 
 def bind_preferred(given: Any, operands: Any) -> Any:
-    """Returns the dtype that a user prefers, or raises where it cannot hold the products."""
+    """Returns the preferred dtype, or raises if it cannot hold the products."""
     preferred = as_dtype("preferred_element_type", given)
     if preferred is not None:
         check_holds("preferred_element_type", preferred, operands, "products")
@@ -344,7 +326,6 @@ def bind_preferred(given: Any, operands: Any) -> Any:
 
 
 def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
-    """Raises unless rows, weights and sizes of groups go together."""
     if lhs.ndim != 2 or rhs.ndim != 3:
         raise value_error(
             f"lhs must be [m, k] and rhs [g, k, n], got local shapes {lhs.shape} and "
@@ -364,7 +345,6 @@ def check_grouped(lhs: Array, rhs: Array, group_sizes: Array) -> None:
 
 
 def check_sizes(group_sizes: Array, argument: str, shape: tuple[int, ...]) -> None:
-    """Raises unless there are as many `group_sizes` as weights."""
     if group_sizes.shape != shape[:1]:
         raise value_error(
             f"group_sizes has local shape {group_sizes.shape}, but {argument} of local "

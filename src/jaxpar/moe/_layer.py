@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: dispatch, compute, combine; and the same behind a router."""
+"""The mixture-of-experts layer: dispatch, experts, combine. It takes a routing or a router."""
 
 from __future__ import annotations
 
@@ -74,69 +74,62 @@ def moe_layer(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> tuple[Array, Statistics]:
-    """Sends each token to the experts that were chosen for it, and sums what they make of it.
+    """Computes the weighted sum of each token's experts, which are sharded over devices.
+
+    Dispatch sends tokens to the devices of their experts. Combine sends results back.
 
     Args:
-      tokens: local `[..., d]`, sharded over `axis`: each device has its own.
-      routing: `Routing` of these tokens to all E experts, as `route`, `limit_capacity` or any other
-        router makes it; see `routed_moe_layer` for a router that is a matrix.
-      experts: local `Experts`, or a mapping with their names: `up` and, for gated ones, `gate`
-        `[e, d, f]`, `down` `[e, f, d]`, and biases, in the dtype of `tokens`. A device has
-        e = ceil(E / n) experts, device 0 the first e; where n does not divide E, `pad_experts`
-        appends the ones that are missing.
-      axis: the mesh axis, or a tuple of them in any order, over which experts are sharded; or an
-        `Axis`, whose mode and `wire_dtype` are those of the gathers and sums of `"all_gather"`. A
-        ragged exchange has one way, and no sums travel by it.
-      dispatch: `"ragged"`: each token travels once to each device that it needs, by a ragged
-        all-to-all, and a row comes back. `"all_gather"`: all tokens to all devices, and a
-        reduce-scatter. `"auto"`: ragged, or all-gather where nearly every token needs nearly every
-        device, or a way round a ring of links to each costs more than one past all, or (GPU) the
-        copies that are sent cost more than what an all-gather sends in excess.
-      chunks: so many pieces of the tokens are sent one after the other, each while the experts
-        compute the one before.
-      capacity: that to which `limit_capacity` limited the routing, if it did: buffers need no more.
-      buffer_factor: receive buffers of this multiple of a device's share when loads are balanced;
-        choices that do not fit are lost, and counted in `overflow`. None: buffers of the worst
-        case, all tokens of all devices (or what `capacity` leaves of it): nothing is lost.
-      shared: experts that every token has, as one: `up` and `gate` `[d, f]`, `down` `[f, d]`,
+      tokens: local `[..., d]`, sharded over `axis`.
+      routing: `Routing` of these tokens to all E experts; see `routed_moe_layer` for a router
+        matrix.
+      experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`: `up` and
+        `gate` `[e, d, f]`, `down` `[e, f, d]`; gate and biases are optional. Device 0 has the first
+        e = ceil(E / n) experts, and so on. `pad_experts` fills up the last ones.
+      axis: the mesh axis, or a tuple of them in any order, that shards experts; or an `Axis`, whose
+        mode and `wire_dtype` `"all_gather"` uses. `"ragged"` uses a `wire_dtype` of 8 bits only,
+        for dispatched rows.
+      dispatch: `"ragged"` sends each token once to each device that it needs, by a ragged
+        all-to-all. `"all_gather"` sends all tokens to all devices, and sums results by a
+        reduce-scatter. `"auto"` takes the one predicted to be faster: all-gather if nearly every
+        token needs nearly every device.
+      chunks: the number of pieces of the tokens. Each is sent while the experts compute the one
+        before.
+      capacity: the capacity of `limit_capacity`, if any. It makes buffers smaller.
+      buffer_factor: the size of receive buffers, in multiples of a balanced load. Choices that do
+        not fit are lost, and counted in `overflow`. None is dropless: buffers hold all tokens of
+        all devices, or what `capacity` leaves.
+      shared: experts of every token, as one wide expert: `up` and `gate` `[d, f]`, `down` `[f, d]`,
         biases `[f]` and `[d]`; replicated over `axis`.
-      activation: an elementwise function; or a `jaxpar.layers.GatedActivation` of gate and up
-        together.
-      data_axis: further axes over which tokens are sharded; the statistics are over these too.
-      tp_axis: axes over which the hidden features f of each expert, shared ones too, are
-        sharded.
-      sequence_dim: with `tp_axis`, whether tokens are sharded over it, as the other layers
-        return them: any integer; or replicated over it: None.
-      fsdp_axis: axes over which all experts' weights are sharded further. They are gathered here,
-        and again for the backward pass. A `gather_dtype` of an `Axis` must be the dtype of
-        `tokens`: weights are used in it.
-      fsdp_dim: the dimension of matrices `[e, d, f]` and `[e, f, d]` along which they are, 1 or 2;
-        of shared experts, which lack the first, one less. Biases are sharded along their last.
+      activation: an elementwise function, or a `jaxpar.layers.GatedActivation`.
+      data_axis: further axes that shard tokens.
+      tp_axis: axes that shard all experts' hidden features f.
+      sequence_dim: with `tp_axis`, any integer if it shards tokens too, or None if they are
+        replicated.
+      fsdp_axis: axes that shard weights further. They are gathered here, and again for the backward
+        pass. A `gather_dtype` must be the dtype of `tokens`.
+      fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; for shared experts one
+        less. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`, but for `"auto"` on GPUs and CPUs: a batched matmul
-        over slots, as many for each expert as it has rows by random routing and three standard
-        deviations more, and blocks for rows beyond them.
+      implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There each
+        expert has slots, which hold a row each: its average load and three standard deviations
+        more. A batched matmul computes all slots, and blocks compute rows beyond them.
 
     Returns:
-      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. What is lost, by
-      capacity, buffers or mask, adds nothing to a token's result. Tokens that `routing.mask` leaves
-      out, and their cotangents, may hold NaN: they reach no expert, not even shared ones, and their
-      results are 0.
+      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. Lost choices add
+      nothing. Tokens that `routing.mask` leaves out, and their cotangents, may hold NaN. They reach
+      no expert, not even shared ones, and their results are 0.
 
     Raises:
-      TypeError: experts that are not of the tokens' dtype; no `Routing`; an option of the wrong
-        type.
-      ValueError: shapes that do not fit each other, experts that are not ceil(E / n), tokens or
-        experts that are typed as replicated over `axis`, options out of range, an unknown option or
-        axis name, a call outside shard_map.
+      TypeError: experts of another dtype, no `Routing`, an option of the wrong type.
+      ValueError: wrong shapes, a number of experts other than ceil(E / n), tokens or experts typed
+        as replicated over `axis`, an unknown option or axis, a call outside shard_map.
 
-    Cost: with r the rows that reach a device, at most tokens x distinct target devices in all:
-      `"ragged"` sends those rows, with k integers and k weights each, and one row back for each.
-      `"all_gather"` sends (n-1) t rows each way. Matmuls of every pair of a token and an expert,
-      2 d f each; in slots of every slot, with m rows an expert on average m + 3 sqrt(m) of them,
-      rounded up to a multiple of 32 (on CPUs 16). The derivative sends as much again, and
-      computes twice as much; of rows beyond slots it computes the projections again. Each chunk
-      adds its own gradients of the experts' weights.
+    Cost: `"ragged"` sends a token's row, k integers and k weights to each of its devices, and a row
+    returns. `"all_gather"` sends (n-1) t rows in each direction. Each pair of a token and an expert
+    takes matmuls of 2 d f FLOPs each. With m rows on average, an expert has `m + 3 sqrt(m)` slots,
+    rounded up to a multiple of 32 (on CPUs 16). The derivative sends as much again, and computes
+    twice as much. Rows beyond slots are projected again. Each chunk adds its own gradients of
+    weights.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -197,7 +190,7 @@ def moe_layer(
         if axes.tensor is not None:
             routed = bias_once(axes.tensor, routed)
         summed = replicated.names if replicated else ()
-        sent, given = vary_over(summed, (rows, weights))  # once here, not where they have arrived
+        sent, given = vary_over(summed, (rows, weights))  # once here, not again on arrival
         with jax.named_scope(way.name):
             out, pairs = way.apply((sent, chosen, given), routed, chunks)
         if replicated is not None:
@@ -219,7 +212,7 @@ def moe_layer(
 
 
 class LayerOptions(TypedDict, total=False):
-    """The options of `moe_layer` that `routed_moe_layer` hands on as they are."""
+    """Options that `routed_moe_layer` passes on."""
 
     dispatch: Dispatch
     chunks: Integer
@@ -236,7 +229,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 def _showing_options(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Has `help` show the options of `moe_layer` in the place of `**options`."""
+    """Makes `help` show the options of `moe_layer` in place of `**options`."""
     own, handed_on = signature(function), signature(moe_layer).parameters
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [handed_on[name] for name in LayerOptions.__annotations__]
@@ -264,29 +257,28 @@ def routed_moe_layer(
     capacity_policy: Policy = "probability",
     **options: Unpack[LayerOptions],
 ) -> tuple[Array, Statistics]:
-    """Routes tokens by a matrix, limits what each expert takes, and calls `moe_layer`.
+    """Routes tokens by a router matrix, limits each expert's tokens, and applies `moe_layer`.
 
     Args:
       tokens: as in `moe_layer`.
-      router: floats `[d, E]`, replicated: a column for each of the E experts.
+      router: floats `[d, E]`, replicated: a column for each expert.
       experts: as in `moe_layer`.
       axis: as in `moe_layer`.
-      top_k: as in `route`, as are `scoring`, `groups`, `top_groups`, `normalize` and `scale`.
-      router_bias: as `bias` of `route`.
-      mask: bool `[...]`: tokens that count. The others, which may hold NaN, reach no expert and no
-        statistics.
-      capacity_factor: an expert takes at most ceil(factor x t x top_k / E) of the t tokens of each
-        device, and the others lose that expert's share. None: nothing is dropped.
-      capacity_policy: which tokens an expert keeps, those with the largest weight,
-        `"probability"`, or the first ones, `"position"`.
-      **options: the other ones of `moe_layer`.
+      top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `normalize` and `scale`.
+      router_bias: the `bias` of `route`.
+      mask: bool `[...]`, False for tokens that reach no expert and no statistics. They may hold
+        NaN.
+      capacity_factor: an expert takes at most `ceil(capacity_factor * t * top_k / E)` of a device's
+        t tokens. Other tokens lose that expert's share. None drops nothing.
+      capacity_policy: the `policy` of `limit_capacity`.
+      **options: other options of `moe_layer`.
 
     Returns:
-      What `moe_layer` does. Logits are computed in float32 at least.
+      As `moe_layer`. Logits are computed in float32 at least.
 
     Raises:
-      TypeError: as `route`, `limit_capacity` and `moe_layer`.
-      ValueError: as those; a router that does not fit the tokens.
+      TypeError: as in `route`, `limit_capacity` and `moe_layer`.
+      ValueError: the same, and a router that does not fit the tokens.
 
     Cost: that of `route`, `limit_capacity` and `moe_layer`, and a matmul of 2 t d E FLOPs.
 
@@ -306,7 +298,7 @@ def routed_moe_layer(
     check_policy("capacity_policy", capacity_policy)
     rows = tokens.reshape(-1, tokens.shape[-1])
     real = None if mask is None else as_token_mask(mask, tokens)
-    if real is not None:  # what they hold may be NaN, which no weight's gradient must see
+    if real is not None:  # masked tokens may hold NaN, which must not reach a weight's gradient
         rows = _real(rows, real)
     routing = route(
         _logits(rows, router, options.get("precision")),
@@ -334,7 +326,7 @@ def _real(rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"]) -> Float
 def _logits(
     rows: Float[Array, "tokens d"], router: Float[Array, "d experts"], precision: PrecisionLike
 ) -> Float[Array, "tokens experts"]:
-    """Scores are sensitive to rounding: in float32 at least."""
+    """Computes logits in float32 at least: scores are sensitive to rounding."""
     wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
     w = vary_over(varying_axes(rows), router.astype(wide))
     return lax.dot(rows.astype(wide), w, precision=precision)

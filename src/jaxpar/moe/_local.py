@@ -26,22 +26,22 @@ from jaxpar.moe._slots import (
     slots_for,
 )
 
-# Rows, the experts that they chose, -1 for none, and how much these count.
+# Rows, the experts that they chose (-1 for none), and the weights of these choices.
 Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows k"]]
 
 
 class Pairs(NamedTuple):
-    """Pairs of a row and an expert of this device, sorted by expert, on their way through it."""
+    """Pairs of a row and an expert of this device, sorted by expert."""
 
-    # Where experts are applied in two stages these are hidden rows, [pairs, f].
+    # With experts in two stages these are hidden rows, [pairs, f].
     rows: Float[Array, "pairs d"]
     weights: Float[Array, " pairs"]
-    sizes: Int32[Array, " groups"]  # how many pairs each expert has
+    sizes: Int32[Array, " groups"]  # the number of each expert's pairs
     copies: Copies  # where each row's pairs are
 
 
 class InSlots(NamedTuple):
-    """Rows, and which of their choices are in which slot of this device's experts."""
+    """Rows, and their choices' slots. A slot holds one row for one expert of this device."""
 
     rows: Float[Array, "rows d"]
     weights: Float[Array, "rows k"]
@@ -49,11 +49,10 @@ class InSlots(NamedTuple):
 
     @property
     def sizes(self) -> Int32[Array, " groups"]:
-        """How many pairs each expert has."""
         return self.plan.sizes
 
 
-_BLANK = 16  # rows behind the pairs, a TPU's tile, whose results are 0
+_BLANK = 16  # rows behind the pairs, one TPU tile, whose results are 0
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,23 @@ class LocalExperts:
         pairs: int,
         average: float,
     ) -> Pairs | InSlots:
-        """Sorts at most `pairs` pairs by expert; of two stages it is the one up to hidden features.
+        """Sorts at most `pairs` pairs by expert, and in two stages computes hidden features.
 
-        `first` is the number of the device's first expert, `average` how many pairs one has on
-        average. Rows may hold anything where they chose none of its experts.
+        `first` is the device's first expert, and `average` an expert's mean number of pairs. Rows
+        that chose none of its experts may hold anything.
         """
         rows, chosen, weights = tokens
         if slots := self._slots(experts, rows, pairs, average):
             plan = plan_slots(chosen - first, len(experts.up), slots, pairs)
             return InSlots(rows, weights, plan)
-        # Choices are sorted, each with one key. A copy of a choice is one of its row too, whose
-        # number is that of the choice over k; none stays none.
+        # Choices are sorted, each with one key. A copy of choice c is a copy of row c // k. Empty
+        # copies stay empty.
         keys = (chosen - first).reshape(-1, 1)
         choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)
         source = choices.source // max(chosen.shape[1], 1)
         copies = Copies(source, choices.places.reshape(chosen.shape))
-        sizes = fitting_sizes(sizes, pairs)  # the last are dropped
-        # Now [pairs, d]; the gradients of both stages together are 0 where there is no pair.
+        sizes = fitting_sizes(sizes, pairs)  # the last pairs are dropped
+        # Now [pairs, d]. If both stages run at once, gradients are 0 where there is no pair.
         sorted_rows = spread(copies, rows, fill=False, blank=not self.staged)
         sorted_weights = spread(choices, weights.reshape(-1))
         if self.staged:
@@ -101,7 +100,7 @@ class LocalExperts:
         return Pairs(sorted_rows, sorted_weights, sizes, copies)
 
     def finish(self, pairs: Pairs | InSlots, experts: Experts) -> Float[Array, "rows d"]:
-        """Returns, for each row, the weighted sum of what its experts made of it."""
+        """Returns each row's weighted sum of its experts' results."""
         if isinstance(pairs, InSlots):
             slots = len(pairs.plan.slots) // len(experts.up)
             lengths = CPU_LENGTHS if traced_for_cpu() else GPU_LENGTHS
@@ -128,7 +127,7 @@ class LocalExperts:
     def _slots(
         self, experts: Experts, rows: Float[Array, "rows d"], pairs: int, average: float
     ) -> int:
-        """How many slots each expert has; 0 where they are applied without."""
+        """Returns the slots of each expert, or 0 for none."""
         most = min(pairs, len(rows))
         if self.implementation != "auto" or not most or not applies_experts_in_slots(average):
             return 0

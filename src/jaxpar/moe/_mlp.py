@@ -1,8 +1,4 @@
-"""The experts' MLP and its gradients, written once for any products of rows and weights.
-
-These are of all rows with their groups' weights, or of a block's rows with the one weight of its
-group.
-"""
+"""The experts' MLP and its gradients, written once for several kinds of products."""
 
 from __future__ import annotations
 
@@ -33,10 +29,10 @@ from jaxpar.moe._grouped import (
 
 @readable
 class Experts(NamedTuple):
-    """The weights of `e` experts, each `down(activation(gate x) * up x)`.
+    """The weights of `e` experts, which compute `down(activation(gate x) * up x)`.
 
-    Without a gate it is `down(activation(up x))`, and with a `jaxpar.layers.GatedActivation`
-    `down(function(gate x, up x))`.
+    Without a gate they compute `down(activation(up x))`. With a `jaxpar.layers.GatedActivation`
+    they compute `down(function(gate x, up x))`.
 
     Attributes:
       up: `[e, d, f]`.
@@ -67,16 +63,16 @@ else:
 
 @public
 def as_experts(given: ExpertsLike) -> Experts:
-    """Returns `Experts` made of a mapping with their names as keys.
+    """Returns `Experts` from a mapping with the same keys.
 
     Args:
-      given: `Experts`, which are returned, or a mapping.
+      given: a mapping, or `Experts`.
 
     Returns:
-      `Experts`.
+      `Experts`, unchanged if given.
 
     Raises:
-      TypeError: unknown or missing keys, or something that is not a mapping.
+      TypeError: unknown or missing keys, no mapping.
 
     Cost: none.
 
@@ -100,21 +96,21 @@ def as_experts(given: ExpertsLike) -> Experts:
 
 
 def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
-    """Returns `Experts` of arrays, or raises and names the field that is none."""
+    """Returns `Experts` of arrays, or raises and names the wrong field."""
     found = {name: w for name, w in as_experts(given)._asdict().items() if w is not None}
     return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in found.items()})
 
 
 class Operands(NamedTuple):
-    """What the MLP is differentiated by: rows, experts, and a factor for each row of the result."""
+    """The MLP's differentiable inputs: rows, experts, and a factor for each row of the result."""
 
     x: Num[Array, "rows d"]
-    experts: Experts  # of a block they are one expert's, without the first dimension
+    experts: Experts  # in a block one expert's, without the first dimension
     weights: Float[Array, " rows"] | None
 
 
-# Rows times up and times gate. The second is None without a gate, and both are where blocks, which
-# compute them again, keep nothing.
+# Rows times up, and rows times gate. The second is None without a gate. Both are None where blocks
+# compute them again.
 Projected = tuple[Num[Array, "rows f"] | None, Num[Array, "rows f"] | None]
 
 
@@ -125,7 +121,7 @@ class Products(Protocol):
     def rows(
         self, x: Num[Array, "rows into"], w: Num[Array, "*groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
-        """Multiplies rows by weights along their dimension 1 or 2 of `[e, d, f]`."""
+        """Multiplies rows by weights `[e, d, f]`, along dimension 1 or 2."""
         ...
 
     def outer(
@@ -135,7 +131,7 @@ class Products(Protocol):
         ...
 
     def spread(self, bias: Num[Array, "*groups out"], dtype: Any) -> Num[Array, "#rows out"]:
-        """A bias for each row."""
+        """Returns a bias for each row."""
         ...
 
     def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "*groups out"]:
@@ -143,27 +139,26 @@ class Products(Protocol):
         ...
 
     def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        """Makes rows 0 that `outer` and `total` must not see."""
+        """Sets rows to 0 that `outer` and `total` must not read."""
         ...
 
     def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        """Makes rows 0 that have no expert."""
+        """Sets rows without an expert to 0."""
         ...
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """What the experts compute, apart from operands and products."""
+    """The experts' computation, without operands and products."""
 
     kernels: Kernels
     activation: Activation
-    preferred: Any  # the dtype of partial sums; None: the package's contract
-    dtype: Any  # of the result
+    preferred: Any  # the dtype of partial sums; None: the package's rule
+    dtype: Any  # the result's
 
     def activate(
         self, up: Num[Array, "rows f"], gate: Num[Array, "rows f"] | None
     ) -> Num[Array, "rows f"]:
-        """The hidden rows, from the two projections."""
         return activate(self.activation, up, gate)
 
     def project(
@@ -174,14 +169,13 @@ class Mlp:
         bias: Num[Array, "*groups f"] | None,
         dtype: Any,
     ) -> Num[Array, "rows f"]:
-        """Projects rows; a bias is added to sums before they are rounded."""
+        """Projects rows. A bias is added to sums before they are rounded."""
         if bias is None:
             return on.rows(x, w, 1, dtype)
         wide = sum_dtype(dtype)
         return (on.rows(x, w, 1, wide) + on.spread(bias, wide)).astype(dtype)
 
     def forward(self, on: Products, operands: Operands) -> tuple[Num[Array, "rows d"], Projected]:
-        """The result, and the two projections that gradients need."""
         x, experts, weights = operands
         hidden, projected = self.begin(on, x, experts, weights)
         return self.finish(on, hidden, experts, weights), projected
@@ -193,16 +187,16 @@ class Mlp:
         experts: Experts,
         weights: Num[Array, " rows"] | None,
     ) -> tuple[Num[Array, "rows f"], Projected]:
-        """The hidden rows times their weights, and the projections that they are made of.
+        """Returns the hidden rows times their weights, and the two projections.
 
-        Weighted here, where that is part of other arithmetic, and not in a pass over the results.
+        Weights are part of other arithmetic here. On the results they would take another pass.
         """
         up = on.clear(self.project(on, x, experts.up, experts.up_bias, self.dtype))
         gate = None
         if experts.gate is not None:
             gate = on.clear(self.project(on, x, experts.gate, experts.gate_bias, self.dtype))
         hidden = jax.checkpoint(self.activate)(up, gate)
-        # A preferred dtype is that of sums and results, not of what is multiplied.
+        # The preferred dtype is for sums and results, not for operands.
         return self._weigh(on, hidden, weights).astype(x.dtype), (up, gate)
 
     def finish(
@@ -212,7 +206,7 @@ class Mlp:
         experts: Experts,
         weights: Num[Array, " rows"] | None,
     ) -> Num[Array, "rows d"]:
-        """The result, from the weighted hidden rows."""
+        """Returns the result of weighted hidden rows."""
         if experts.down_bias is None:
             return on.clear(on.rows(hidden, experts.down, 1, self.dtype))
         wide = sum_dtype(self.dtype)
@@ -223,7 +217,6 @@ class Mlp:
     def _weigh(
         self, on: Products, rows: Num[Array, "#rows out"], weights: Num[Array, " rows"] | None
     ) -> Num[Array, "#rows out"]:
-        """Rows times their weights, in a dtype that holds both."""
         if weights is None:
             return rows
         wide = common_dtype(sum_dtype(rows.dtype), weights.dtype)
@@ -232,7 +225,7 @@ class Mlp:
     def gradients(
         self, on: Products, operands: Operands, projected: Projected, ct: Num[Array, "rows d"]
     ) -> Operands:
-        """The gradients of all operands, None for what is None."""
+        """Returns the gradients of all operands that are not None."""
         x, experts, weights = operands
         dtypes = jax.tree.map(lambda w: w.dtype, operands)
         hidden, pull = jax.vjp(self.activate, *projected)
@@ -248,8 +241,8 @@ class Mlp:
                 d_bias = self._weigh(on, ct, weights)
             d_weights = on.clear(d_weights[:, None])[:, 0].astype(weights.dtype)
             d_hidden = self._weigh(on, d_hidden, weights).astype(hidden.dtype)
-        # What `outer` and `total` sum over rows, `weighted` below too, is made 0 in rows of nobody,
-        # where arithmetic on anything may have made NaN.
+        # Computed rows that `outer` and `total` sum, `weighted` below too, are set to 0 where there
+        # is no expert. There, arithmetic on rows of anything may have made NaN.
         d_up, d_gate = (None if d is None else on.within(d) for d in pull(d_hidden))
         d_x = _back(on, experts.up, d_up, x.dtype)
         if d_gate is not None:
@@ -274,13 +267,13 @@ class Mlp:
 
 
 def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Num[Array, "rows d"]:
-    """The gradient of what was projected by `w`."""
+    """Returns the gradient of rows that `w` projected."""
     return on.rows(ct.astype(w.dtype), w, 2, dtype)
 
 
 @dataclass(frozen=True)
 class WholeProducts:
-    """Products of whole buffers."""
+    """Products of full buffers."""
 
     mlp: Mlp
     group_sizes: Int32[Array, " groups"]
@@ -315,7 +308,7 @@ class WholeProducts:
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """Products of one block, with the weights of its group."""
+    """Products of one block, with its group's weights."""
 
     mlp: Mlp
     block: Block
@@ -340,7 +333,7 @@ class BlockProducts:
         return jnp.where(self.block.inside, x, 0)
 
     def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        return x  # what is placed is the group's rows alone
+        return x  # only the group's rows are placed
 
     def _dot(
         self, left: Num[Array, "_ _"], right: Num[Array, "_ _"], left_dim: int, right_dim: int
@@ -357,7 +350,7 @@ def spread_rows(
     bias: Num[Array, "groups out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "{rows} out"]:
-    """Gives each row its group's bias; rows past the last group hold anything."""
+    """Returns the bias of each row's group. Rows past the last group hold anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
     group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends[None, :], axis=1, dtype="int32")
     return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
@@ -366,8 +359,7 @@ def spread_rows(
 def sum_rows(
     kernels: Kernels, ct: Num[Array, "rows out"], group_sizes: Int32[Array, " groups"], dtype: Any
 ) -> Num[Array, "groups out"]:
-    """Sums each group's rows."""
-    # In full precision, as a sum is, and not as a matmul may be.
+    # In full precision, like a sum. A matmul may have less.
     exact = Kernels(kernels.implementation, lax.Precision.HIGHEST)
     ones = jnp.ones_like(ct[:, :1])
     sums: Any = group_products(GroupedProduct(exact, 1, None, dtype), ones, ct, group_sizes)
@@ -395,6 +387,6 @@ spread_rows.defvjp(_spread_fwd, _spread_bwd)
 def clear(
     rows: Shaped[Array, " rows *row"], group_sizes: Int32[Array, " groups"]
 ) -> Shaped[Array, " rows *row"]:
-    """Makes rows 0 that have no expert."""
+    """Sets rows without an expert to 0."""
     inside = in_groups(group_sizes, len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(inside, rows, 0)

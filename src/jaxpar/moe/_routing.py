@@ -1,4 +1,7 @@
-"""Which experts each token goes to, with which weights, and a bias that evens out their loads."""
+"""Routing: each token's experts and their weights, and a bias that evens out loads.
+
+A router gives each token a logit for every expert.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,17 @@ SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 
 @readable
 class Routing(NamedTuple):
-    """Where tokens go: `top_k` experts for each, as `route` chooses them.
+    """The `top_k` experts of each token, as `route` chooses them.
 
-    Any other router can make one, for `moe_layer` and for statistics. The experts of a token must
-    be distinct, or -1 where it has fewer than k.
+    Any other router can make one. A token's experts must be distinct, or -1 if it has fewer than k.
 
     Attributes:
-      experts: int32 `[t, k]`, as `route` makes it the best first; -1 for none.
-      weights: float32 (or float64) `[t, k]`, by which the experts' results are multiplied.
-      kept: bool `[t, k]`; False for masked tokens, and for what `limit_capacity` dropped.
-      scores: `[t, E]`, in the dtype of the weights: softmax or sigmoid of the logits, without bias.
+      experts: int32 `[t, k]`, -1 for none. `route` puts the best first.
+      weights: float32 (or float64) `[t, k]`, factors of the experts' results.
+      kept: bool `[t, k]`, False for masked and dropped choices.
+      scores: `[t, E]`, softmax or sigmoid of the logits, without bias, in the dtype of the weights.
       logits: `[t, E]`, in that dtype.
-      mask: bool `[t]`, False for tokens that are padding, which may hold anything; or None.
+      mask: bool `[t]`, False for padding tokens, which may hold anything; or None.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), 2)
@@ -57,7 +59,7 @@ else:
 
 
 def as_routing(given: Any) -> Routing:
-    """Returns a `Routing` of arrays, or raises where a user gave something else."""
+    """Returns a `Routing` of arrays, or raises for anything else."""
     if not isinstance(given, Routing):
         raise type_error(
             f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
@@ -81,38 +83,38 @@ def route(
     scale: Number = 1.0,
     mask: Values | None = None,
 ) -> Routing:
-    """Chooses the `top_k` best experts of each token, and weighs them.
+    """Chooses the `top_k` best experts of each token, and computes their weights.
 
     Args:
-      logits: local `[t, E]` of floats, for the tokens of this device and all experts.
-      top_k: the number of experts for each token.
-      scoring: what scores are, of which those of the chosen experts are the weights. `"softmax"`:
-        over all experts. `"selected_softmax"`: the same, but weights are the softmax over the
-        logits of the chosen experts only. `"sigmoid"`: of each logit.
-      bias: `[E]`, added to scores (for `"selected_softmax"` to logits) where experts are chosen,
-        not in weights: for balance without a loss, see `update_router_bias`. Not differentiated.
-      groups: into how many groups of neighbours the experts are divided.
-      top_groups: experts of the so many best groups alone can be chosen. A group is as good as its
-        best expert, or with a bias as the sum of its two best.
-      normalize: divide the weights of each token by their sum. With `top_k=1` they are 1 then, as
-        with `"selected_softmax"`, and the router has no gradient but that of its own losses.
+      logits: local floats `[t, E]`, for all experts.
+      top_k: experts per token.
+      scoring: weights are the scores of the chosen experts. `"softmax"`: over all experts.
+        `"selected_softmax"`: the same, but weights are the softmax over the chosen experts' logits.
+        `"sigmoid"`: of each logit.
+      bias: `[E]`, added to scores (for `"selected_softmax"` to logits) when experts are chosen, not
+        to weights; see `update_router_bias`. Not differentiated.
+      groups: the number of groups of neighbouring experts.
+      top_groups: only experts of so many best groups can be chosen. A group counts as its best
+        expert, or with a bias as the sum of its two best.
+      normalize: divide each token's weights by their sum. With `top_k=1` the router then has no
+        gradient except that of its own losses, as with `"selected_softmax"`.
       scale: multiplies the weights, after that.
-      mask: bool `[t]`; tokens where it is False are padding, whose logits can be anything. They are
-        sent nowhere and have no part in statistics; nor have they gradients.
+      mask: bool `[t]`, False for padding tokens, whose logits may be anything. They are sent
+        nowhere, and have no statistics or gradients.
 
     Returns:
-      A `Routing`, in float32 for 16-bit logits. Of equally good experts the one of lower index is
-      chosen. A token with a NaN logit has NaN weights. Masked tokens have experts -1, and logits,
-      scores and weights 0.
+      A `Routing`, in float32 for 16-bit logits. The lower index of equally good experts is chosen.
+      A NaN logit makes a token's weights NaN. Masked tokens have experts -1, and logits, scores and
+      weights 0.
 
     Raises:
-      TypeError: logits or a bias that are no floats, a mask that is not bool, an option of the
-        wrong type.
-      ValueError: wrong shapes, more experts to choose than there are, groups that do not divide
-        them, an unknown scoring.
+      TypeError: logits or a bias that are no floats, a mask that is no bool, an option of the wrong
+        type.
+      ValueError: wrong shapes, too many experts to choose, groups that do not divide them, an
+        unknown scoring.
 
-    Cost: nothing is sent. Sorts each row for the `top_k` largest, and compares each choice with all
-    experts, t k E operations, instead of a gather and of the scatter-add of its derivative.
+    Cost: nothing is sent. It sorts each row for the `top_k` largest. t k E comparisons replace a
+    gather and its derivative's scatter-add.
 
     Example:
       >>> routing = route(jnp.array([[0.0, 4.0, 2.0, 4.0]]), 3, scoring="selected_softmax")
@@ -122,8 +124,8 @@ def route(
       Array([[0.47, 0.47, 0.06]], dtype=float32)
 
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-    experts" (2024), for the softmax over what is selected; DeepSeek-AI, "DeepSeek-V3 technical
-    report" (2024), for sigmoids, bias and groups.
+    experts" (2024), for the selected softmax; DeepSeek-AI, "DeepSeek-V3 technical report" (2024),
+    for sigmoids, bias and groups.
     """
     logits = as_array("logits", logits)
     k = _check_logits(logits, top_k)
@@ -136,18 +138,19 @@ def route(
         logits = jnp.where(real[:, None], logits, 0)
     scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
-    choice = lax.stop_gradient(logits)  # in the order of scores, which round and underflow
+    choice = lax.stop_gradient(logits)  # ordered like scores, which round and underflow
     if bias is not None:
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
         choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)[None, :]
-    # Sorts and maxima skip some NaN, so that the token would look as if nothing was wrong.
+    # Sorts and maxima skip some NaN, which would hide it. This factor makes the token's weights
+    # NaN.
     doubt = 1 + jnp.sum(jnp.where(jnp.isnan(choice), choice, 0), axis=1, keepdims=True)
     choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
     experts = lax.top_k(choice, k)[1].astype("int32")  # [tokens, k]
 
     if scoring == "selected_softmax" or (normalize and scoring == "softmax"):
         weights = jax.nn.softmax(of_chosen(logits, experts), axis=-1)
-    elif normalize:  # a softmax again, which is right where scores underflow
+    elif normalize:  # the same by a softmax, which is right where scores underflow
         chosen = of_chosen(logits, experts)
         weights = jax.nn.softmax(jax.nn.log_sigmoid(chosen), axis=-1)
     else:
@@ -166,7 +169,7 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "tokens experts"], groups: Any, top_groups: Any, k: int, pairs: bool
 ) -> Float[Array, "tokens experts"]:
-    """`choice`, and -inf for experts outside of the best groups."""
+    """Returns `choice`, with -inf outside of the best groups."""
     tokens, count = choice.shape
     groups = check_whole("groups", groups, 1)
     if count % groups:
@@ -191,7 +194,7 @@ def _in_best_groups(
         )
     if top == groups:
         return choice
-    # A logit of -inf must still be better than the experts that cannot be chosen.
+    # A logit of -inf must still be better than experts that cannot be chosen.
     choice = jnp.maximum(choice, jnp.finfo(choice.dtype).min)
     grouped = choice.reshape(tokens, groups, size)
     merit = jnp.max(grouped, axis=-1)  # [t, groups]
@@ -203,7 +206,7 @@ def _in_best_groups(
 
 
 def _second_best(x: Float[Array, "*groups size"]) -> Float[Array, "*groups"]:
-    """The second largest along the last dimension, which `lax.top_k` would sort for it."""
+    """Returns the second largest along the last dimension, without a sort."""
     first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
     places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
     return jnp.max(jnp.where(places == first, -jnp.inf, x), axis=-1)
@@ -233,7 +236,7 @@ def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Arr
 
 
 def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
-    """Returns the mask, or raises unless it says of each token whether it counts."""
+    """Returns the mask, or raises unless it has a bool for each token."""
     mask = as_array("mask", given)
     if mask.dtype != bool:
         raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")
@@ -249,21 +252,21 @@ def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
 def update_router_bias(
     bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
 ) -> Array:
-    """Moves each expert's bias up if it got fewer tokens than the mean, and down if more.
+    """Moves each expert's bias up if it got fewer tokens than the mean, and down if it got more.
 
-    For balance without a loss: after each training step, on the bias that `route` takes.
+    This balances loads without a loss. Apply it after each training step.
 
     Args:
-      bias: floats `[E]`, best float32, in which small steps are not lost.
-      tokens_per_expert: `[E]` integers, of all devices, as `routing_statistics` returns them; of
-        several microbatches their sum.
-      rate: the size of the step; a number or a scalar array.
+      bias: the bias of `route`, floats `[E]`. Float32 keeps small steps.
+      tokens_per_expert: integers `[E]`, over all devices, as in `Statistics`, summed over
+        microbatches.
+      rate: the size of the step, a number or a scalar array.
 
     Returns:
       `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias.
 
     Raises:
-      TypeError: a bias that is no float, or tokens that are no integers.
+      TypeError: a bias that is no float, tokens that are no integers.
       ValueError: different shapes.
 
     Cost: E operations; nothing is sent.
@@ -284,8 +287,8 @@ def update_router_bias(
             f"bias has local shape {bias.shape} and tokens_per_expert "
             f"{tokens_per_expert.shape}; both need one entry for each of all experts"
         )
-    # In integers: the mean, where it is no integer, is between `floor` and the next. Quotients are
-    # summed apart from rests: the sum of the counts may not fit.
+    # In integers. A mean that is no integer is between `floor` and the next. Quotients and
+    # remainders are summed apart, because the sum of the counts may not fit.
     counts = tokens_per_expert
     if counts.dtype.itemsize < 4:
         counts = counts.astype("int32")
@@ -299,16 +302,16 @@ def update_router_bias(
     return bias + jnp.asarray(rate, bias.dtype) * sign
 
 
-# Between what tokens have for chosen experts and for all experts, by comparing every choice with
-# every expert, which fuses into its neighbours: gathers, and above all the scatter that is their
-# derivative, are slow on TPU where rows are so short.
+# These convert between values of chosen experts and of all experts. They compare every choice with
+# every expert, which fuses into neighbouring operations. Gathers of such short rows are slow on
+# TPU, and the scatters of their derivatives even more.
 
 
-@partial(jax.checkpoint, prevent_cse=False)  # or [tokens, k, experts] is kept for the backward pass
+@partial(jax.checkpoint, prevent_cse=False)  # or [tokens, k, experts] is a residual
 def of_chosen(
     values: Num[Array, "tokens experts"], experts: Integers[Array, "tokens k"]
 ) -> Num[Array, "tokens k"]:
-    """Returns `values` of the chosen `experts`, and 0 where these are none."""
+    """Returns `values` of the chosen `experts`, 0 for none."""
     matches = _matches(experts, values.shape[-1])
     return jnp.sum(jnp.where(matches, values[:, None, :], 0), axis=2, dtype=values.dtype)
 
@@ -316,7 +319,7 @@ def of_chosen(
 def of_experts(
     values: Num[Array, "tokens k"], experts: Integers[Array, "tokens k"], count: int
 ) -> Num[Array, "tokens {count}"]:
-    """Returns `values` at their experts, and 0 at experts not chosen."""
+    """Returns `values` at their experts, 0 elsewhere."""
     matches = _matches(experts, count)
     return jnp.sum(jnp.where(matches, values[..., None], 0), axis=1, dtype=values.dtype)
 

@@ -1,4 +1,4 @@
-"""How a layer of experts is sharded: its axes, the local shapes that it needs, padded experts."""
+"""The sharding of experts: axes, local shapes, and padding."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays
 from jaxpar.moe._routing import Routing
 
-GATHERED = "gathered experts"  # what is not kept for the backward pass
+GATHERED = "gathered experts"  # not saved for the backward pass
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The rings of a layer: over experts, their hidden features, and shards of their weights."""
+    """The rings over experts, over hidden features, and over shards of weights."""
 
     expert: Ring
     data: tuple[str, ...]
@@ -42,17 +42,17 @@ class Axes:
 
     @property
     def gathered_tensor(self) -> Ring | None:
-        """The ring over which tokens are gathered where they meet experts."""
+        """Returns the ring over which tokens are gathered, if any."""
         return self.tensor if self.sharded else None
 
     @property
     def summed_tensor(self) -> Ring | None:
-        """The ring over which tokens are replicated, and results summed."""
+        """Returns the ring over which results are summed, if any."""
         return None if self.sharded else self.tensor
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """All axes over which tokens are sharded."""
+        """Returns all axes that shard tokens."""
         tensor = self.gathered_tensor
         return self.expert.names + self.data + (tensor.names if tensor else ())
 
@@ -64,13 +64,13 @@ def bind_axes(
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
 ) -> Axes:
-    """Returns the rings, or raises where one cannot be had here or two share an axis."""
+    """Returns the rings, or raises if an axis is unusable or used twice."""
     rings = {"axis": bind(axis)}
     for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
         if name is not None and name not in ((), []):
             rings[key] = bind(name, key)
     fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
-    # Tokens are often sharded over the axes of fsdp, which are data axes then.
+    # The axes of fsdp may be data axes too, because they often shard tokens.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
     for several in (rings, weights | ({"fsdp_axis": fsdp} if fsdp else {})):
         seen: dict[str, str] = {}
@@ -95,7 +95,7 @@ def bind_axes(
 
 
 def check_own_rows(tokens: Array, axes: Axes) -> None:
-    """Raises unless each device has rows of its own."""
+    """Raises unless each device has its own rows."""
     check_rows(tokens)
     check_own("tokens", tokens, axes.expert, "rows")
     if axes.data:
@@ -106,7 +106,6 @@ def check_own_rows(tokens: Array, axes: Axes) -> None:
 
 
 def check_rows(tokens: Array) -> None:
-    """Raises unless `tokens` are rows of floats."""
     if tokens.ndim < 2:
         raise value_error(
             f"tokens must be [..., d], got local shape {tokens.shape}; give a single "
@@ -117,7 +116,6 @@ def check_rows(tokens: Array) -> None:
 
 
 def check_router(tokens: Array, router: Array) -> None:
-    """Raises unless the router has a row for each feature."""
     check_rows(tokens)
     if router.ndim != 2 or router.shape[0] != tokens.shape[-1]:
         raise value_error(
@@ -130,7 +128,7 @@ def check_router(tokens: Array, router: Array) -> None:
 
 
 def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
-    """Returns the mask, flat, or raises unless there is an entry for each of the tokens."""
+    """Returns the flat mask, or raises unless it has a bool for each token."""
     mask = as_array("mask", given)
     if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
         raise value_error(
@@ -142,7 +140,6 @@ def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, "
 
 
 def check_routing(routing: Routing, tokens: Array) -> None:
-    """Raises unless the routing is one of these tokens."""
     count = prod(tokens.shape[:-1])
     k, known = routing.experts.shape[-1:], routing.logits.shape[-1:]
     shapes = (count, *k), (count, *k), (count, *k), (count, *known), (count, *known), (count,)
@@ -167,7 +164,7 @@ def check_experts(
     shared: Experts | None,
     axes: Axes,
 ) -> None:
-    """Raises unless the device has its share of the experts, for tokens of this width."""
+    """Raises unless the device has its share of experts, in the tokens' dtype."""
     count, ring = known, axes.expert
     share = -(-count // ring.size)
     for name, w in experts._asdict().items():
@@ -207,7 +204,6 @@ def check_experts(
 
 
 def check_widths(width: int, experts: Experts, kind: str) -> None:
-    """Raises unless whole (gathered) experts take and return rows of `width`."""
     up, down = experts.up.shape, experts.down.shape
     if up[-2] != width or down[-1] != width or up[-1] != down[-2]:
         raise value_error(
@@ -234,7 +230,6 @@ def check_widths(width: int, experts: Experts, kind: str) -> None:
 def check_options(
     tokens: int, dispatch: Any, chunks: Any, capacity: Any, buffer_factor: Any
 ) -> tuple[int, int | None, float | None]:
-    """Returns the number of chunks, the capacity and the factor, or raises."""
     if not isinstance(dispatch, str) or dispatch not in (*DISPATCHES, AUTO):
         known = ", ".join((*DISPATCHES, AUTO))
         raise value_error(f"dispatch must be one of {known}, got {dispatch!r}")
@@ -248,7 +243,7 @@ def check_options(
 
 
 def fsdp_dims(experts: Experts, dim: Any) -> Experts:
-    """Returns the dimension along which each array is gathered: `dim` counts that of experts."""
+    """Returns the gathered dimension of each array. `dim` counts the experts' dimension."""
     if dim not in (1, 2):
         raise value_error(f"fsdp_dim={dim!r} must be 1 or 2, of matrices [e, d, f]")
     matrix = dim - 3
@@ -262,12 +257,13 @@ def fsdp_dims(experts: Experts, dim: Any) -> Experts:
 def gather_whole(
     axes: Axes, rows: Float[Array, "tokens d"], experts: Experts, kind: str, dim: int
 ) -> Experts:
-    """Gathers what is sharded over fsdp, and checks that it fits the rows."""
+    """Gathers weights over fsdp, and checks that they fit the rows."""
     if axes.fsdp is not None:
         dims = fsdp_dims(experts, dim)
         check_own_leaves(kind, experts, axes.fsdp, "a shard")
         experts = fsdp_gather(experts, axes.fsdp, dim=dims)
-        # Named last, after the cast that its uses need: what comes after a name would be kept.
+        # Named last, after the cast that its uses need. A result computed after the name would be
+        # saved.
         experts = vary_over(varying_axes(rows, experts), experts)
         experts = jax.tree.map(lambda w: checkpoint_name(w, GATHERED), experts)
     check_widths(rows.shape[1], experts, kind)
@@ -275,7 +271,7 @@ def gather_whole(
 
 
 def bias_once(ring: Ring, experts: Experts) -> Experts:
-    """Leaves the last bias to one device of those whose results are summed."""
+    """Leaves the last bias to one device, because results are summed."""
     if experts.down_bias is None:
         return experts
     (bias,) = vary_over(ring.names, (experts.down_bias,))
@@ -288,17 +284,17 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
     """Appends experts of zeros, so that `shards` divides their number.
 
     Args:
-      experts: `Experts` of global arrays, or a mapping with such keys.
+      experts: global `Experts`, or a mapping with the same keys.
       shards: over how many devices experts will be sharded.
 
     Returns:
-      `Experts`, as given if `shards` divides their number already.
+      `Experts`, unchanged if `shards` divides their number.
 
     Raises:
-      TypeError: unknown keys, or shards that is no integer.
-      ValueError: arrays that do not go together, or shards below 1.
+      TypeError: unknown keys, `shards` that is no integer.
+      ValueError: shapes that do not fit, `shards` below 1.
 
-    Cost: a copy of all arrays where they are padded.
+    Cost: a copy of all arrays, if padded.
 
     Example:
       >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))

@@ -1,9 +1,9 @@
-"""Experts in slots: as many rows of each as balanced loads need at once, the rest in blocks.
+"""Experts in slots: a fixed number of each expert's rows at once, and the rest in blocks.
 
-Where no kernel takes groups of any size (GPU, CPU) one batched matmul for all experts is faster
-than loops over blocks, nothing is computed twice, and a weight's gradient is one product. A slot
-that is empty is multiplied for nothing, so that there are only a few more than the average load;
-rows beyond them, which unbalanced loads have, go through loops whose lengths are known at run time.
+A slot holds one row for one expert. GPUs and CPUs have no kernel for groups of any size. There, one
+batched matmul over all slots is faster than loops over blocks, and computes nothing twice. Empty
+slots are wasted, so there are only a few more than the average load. Loops compute the rows beyond
+them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from jaxpar.moe._group_blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import fitting_sizes
 from jaxpar.moe._mlp import BlockProducts, Experts, Mlp, Operands, Projected, WholeProducts
 
-# What the slots of an expert are a multiple of.
+# The number of an expert's slots is a multiple of these.
 CPU_TILE, GPU_TILE = 16, 32
 
 
 def slots_for(average: float, tile: int, most: int) -> int:
-    """Slots of an expert that has `average` rows by random routing, three deviations more."""
+    """Returns an expert's slots: its average load and three standard deviations."""
     return min(ceil((average + 3 * sqrt(average)) / tile) * tile, most)
 
 
 class Inputs(NamedTuple):
-    """What the layer is differentiated by: rows, experts, and how much each choice counts."""
+    """The layer's differentiable inputs."""
 
     x: Float[Array, "tokens d"]
     experts: Experts
@@ -45,15 +45,12 @@ class Inputs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which choice of a row is in which slot, and which are in none. Choices are numbered by row.
+    """The slot of each choice, if any. Choices are numbered by row, and slots by expert."""
 
-    Slots are those of expert 0, then those of expert 1, and so on.
-    """
-
-    slots: Int32[Array, " slots"]  # the choice in each, rows * k for none
+    slots: Int32[Array, " slots"]  # the choice in each slot, rows * k for none
     places: Int32[Array, "tokens k"]  # the slot of each choice, the number of all slots for none
     order: Int32[Array, " pairs"]  # all choices, sorted by expert
-    sizes: Int32[Array, " groups"]  # how many of them each expert has
+    sizes: Int32[Array, " groups"]  # the number of each expert's choices
     keys: Int32[Array, "tokens k"]  # the expert of each choice
 
 
@@ -67,15 +64,15 @@ class SlotMlp:
 
 
 def plan_slots(keys: Int[Array, "tokens k"], groups: int, slots: int, pairs: int) -> Plan:
-    """Gives each choice of an expert, at most `pairs` of them, a slot while there are any.
+    """Gives slots to choices of each expert, while there are any.
 
-    Keys outside of 0 to `groups - 1` are no choices.
+    At most `pairs` choices count. Keys outside of 0 to `groups - 1` are no choices.
     """
     keys = keys.astype("int32")
     flat = keys.reshape(-1)
     count, all_slots = flat.size, groups * slots
     copies, sizes = copies_by_key(flat[:, None], groups, pairs)
-    sizes = fitting_sizes(sizes, pairs)  # the last are dropped
+    sizes = fitting_sizes(sizes, pairs)  # the last choices are dropped
     starts = jnp.cumsum(sizes, dtype="int32") - sizes
     number = jnp.arange(all_slots, dtype="int32")
     group, within = number // slots, number % slots
@@ -90,7 +87,7 @@ def plan_slots(keys: Int[Array, "tokens k"], groups: int, slots: int, pairs: int
 
 @dataclass(frozen=True)
 class SlotProducts:
-    """Products of all slots, with as many for each group."""
+    """Products of all slots, equally many for each group."""
 
     mlp: Mlp
     inside: Bool[Array, "rows 1"]  # slots that hold a row
@@ -118,13 +115,13 @@ class SlotProducts:
         return jnp.where(self.inside, x, 0)
 
     def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        return x  # nobody reads the results of empty slots
+        return x  # results of empty slots are not read
 
     def _apart(self, x: Num[Array, "rows features"]) -> Num[Array, "groups slots features"]:
         return x.reshape(self.groups, -1, x.shape[1])
 
     def _dot(self, left: Num[Array, "_ _ _"], right: Num[Array, "_ _ _"], dims: Any) -> Array:
-        dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider than its partner
+        dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be the wider one
         sums = sum_dtype(dtype) if self.mlp.preferred is None else self.mlp.preferred
         return lax.dot_general(
             left.astype(dtype),
@@ -136,9 +133,9 @@ class SlotProducts:
 
 
 def experts_in_slots(how: SlotMlp, inputs: Inputs, plan: Plan) -> Float[Array, "tokens d"]:
-    """Returns, for each row, the weighted sum of what its experts made of it.
+    """Returns each row's weighted sum of its experts' results.
 
-    Rows may hold anything where they chose nobody.
+    Rows that chose no expert may hold anything.
     """
     inputs, plan = vary_alike((), inputs, plan)
     out: Any = _apply(how, inputs, plan)
@@ -146,7 +143,7 @@ def experts_in_slots(how: SlotMlp, inputs: Inputs, plan: Plan) -> Float[Array, "
 
 
 def _cut(inputs: Inputs, plan: Plan) -> Operands:
-    """Rows and weights in their slots, 0 in those that are empty."""
+    """Returns the rows and weights in slots, 0 in empty ones."""
     x, experts, weights = inputs
     k = plan.places.shape[1]
     return Operands(
@@ -164,7 +161,7 @@ def _copies(plan: Plan) -> Copies:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(how: SlotMlp, inputs: Inputs, plan: Plan) -> tuple[Float[Array, "tokens d"], Projected]:
-    """The result, and the projections in slots. The second result has no cotangent."""
+    """Returns the result, and the projections in slots, which have no cotangent."""
     made, projected = how.mlp.forward(_products(how, plan), _cut(inputs, plan))
     return _forward_rest(how, inputs, plan, collect(_copies(plan), made)), projected
 
@@ -188,7 +185,7 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Rest:
-    """Choices that have no slot, in the order of their experts."""
+    """Choices without a slot, sorted by expert."""
 
     plan: Plan
     slots: int
@@ -198,14 +195,14 @@ class _Rest:
         return jnp.maximum(self.plan.sizes - self.slots, 0)
 
     def shift(self, group: Int[Array, ""]) -> Int32[Array, ""]:
-        """How much later a group's are in the order of all choices."""
+        """Returns how much later the group's choices are in the order of all."""
         until = jnp.cumsum(jnp.minimum(self.plan.sizes, self.slots), dtype="int32")
         return until[group]
 
     def cut(
         self, inputs: Inputs, own: Experts, block: Block, shift: Int32[Array, ""]
     ) -> tuple[Operands, Int32[Array, " length"], Int32[Array, " length"]]:
-        """The inputs of a block; its choices and their rows, past all where it has none."""
+        """Returns a block's inputs, choices and rows, past the end for none."""
         x, _, weights = inputs
         number = block.at + shift + jnp.arange(len(block.inside), dtype="int32")
         choices = take_rows(self.plan.order, number, None)
@@ -218,7 +215,7 @@ class _Rest:
 def _forward_rest(
     how: SlotMlp, inputs: Inputs, plan: Plan, out: Float[Array, "tokens d"]
 ) -> Float[Array, "tokens d"]:
-    """Adds what experts make of rows that have no slot."""
+    """Adds the results of rows without a slot."""
     rest = _Rest(plan, how.slots)
 
     def one_group(
@@ -240,7 +237,7 @@ def _forward_rest(
 def _gradients_rest(
     how: SlotMlp, inputs: Inputs, plan: Plan, grads: Inputs, ct: Float[Array, "tokens d"]
 ) -> Inputs:
-    """Adds the gradients of rows that have no slot, which are projected again."""
+    """Adds the gradients of rows without a slot, which are projected again."""
     rest = _Rest(plan, how.slots)
 
     def one_group(grads: Inputs, group: Int[Array, ""], fold: Callable[..., Any]) -> Inputs:

@@ -1,4 +1,4 @@
-"""How evenly a router uses its experts, over all devices, and the losses that keep it even."""
+"""Statistics of how evenly a router uses its experts, and the losses that keep it even."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_ex
 
 @readable
 class Statistics(NamedTuple):
-    """What `routing_statistics` computes of a routing, over all devices.
+    """The statistics of a routing over all devices, from `routing_statistics`.
 
     Attributes:
       tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
-      dropped: int32, how many of these choices `limit_capacity` dropped.
-      overflow: int32, how much did not fit into the buffers that receive: rows that
-        `routing_statistics` was told of, or choices of `moe_layer`.
-      entropy: mean over tokens of the entropy of their scores, these divided by their sum; from 0
-        to log(E).
-      largest_load: tokens of the busiest expert over their mean; 1 at balance.
-      load_balance_loss: as the function of that name.
-      router_z_loss: as the function of that name.
+      dropped: int32, the choices of these that `limit_capacity` dropped.
+      overflow: int32, rows or choices that did not fit into receive buffers.
+      entropy: mean entropy of the tokens' normalized scores, from 0 to log(E).
+      largest_load: tokens of the busiest expert over the mean; 1 at balance.
+      load_balance_loss: see the function of that name.
+      router_z_loss: see the function of that name.
 
     Example:
       >>> stats = routing_statistics(route(jnp.eye(4), 1))
@@ -56,27 +54,27 @@ def routing_statistics(
     mask: Values | None = None,
     overflow: Array | Integer = 0,
 ) -> Statistics:
-    """Computes the statistics of a routing, with the losses that balance it, over all devices.
+    """Computes the statistics and losses of a routing over all devices.
 
     Args:
-      routing: of this device's tokens, as `route` or `limit_capacity` returns it.
-      axis: one mesh axis, a tuple or list of them in any order, or an `Axis`: all over which tokens
-        are sharded. Empty: the statistics of this device's tokens.
-      mask: bool `[t]`, False for tokens that do not count. Those that `route` masked never do.
+      routing: the `Routing` of this device's tokens.
+      axis: all axes that shard tokens: one, a tuple or list of them in any order, or an `Axis`.
+        Empty: only this device's tokens count.
+      mask: bool `[t]`, False for tokens that do not count, besides those that `route` masked.
       overflow: a scalar integer, the rows that this device could not receive.
 
     Returns:
-      `Statistics`, replicated over `axis`; all 0 where no token counts. The entropy and the
-      losses are differentiable, with respect to scores and logits. To train with a loss inside
-      `layers.mean_value_and_grad`, add it to `loss_sum`, times the device's own `weight`.
+      `Statistics`, replicated over `axis`; all 0 if no token counts. The entropy and losses are
+      differentiable with respect to scores and logits. Inside `layers.mean_value_and_grad`, add a
+      loss times the device's `weight` to `loss_sum`.
 
     Raises:
-      TypeError: a mask that is not bool, an axis name that is no text.
-      ValueError: a routing that is typed as replicated over `axis`; a mask of another shape, an
-        overflow that is no scalar integer, an unknown axis name, a call outside shard_map.
+      TypeError: a mask that is no bool, an axis that is no text.
+      ValueError: a routing typed as replicated over `axis`, a wrong shape, an overflow that is no
+        scalar integer, an unknown axis, a call outside shard_map.
 
-    Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. In the derivative nothing is
-    sent, but under `check_vma=False` the floats again.
+    Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. The derivative sends nothing,
+    or with `check_vma=False` the floats again.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -98,7 +96,6 @@ def routing_statistics(
 def statistics_of(
     routing: Routing, axes: tuple[str, ...], mask: Values | None, overflow: Array | Integer
 ) -> Statistics:
-    """Computes the statistics over axes over which devices have tokens of their own."""
     counted = _counted(routing, mask)
     lost = as_array("overflow", overflow)
     if lost.ndim or not jnp.issubdtype(lost.dtype, jnp.integer):
@@ -133,26 +130,26 @@ def statistics_of(
 def load_balance_loss(
     routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
 ) -> Array:
-    """Computes the loss that is smallest where all experts get equally many tokens.
+    """Computes a loss that is smallest if all experts get equally many tokens.
 
-    `E * sum_e share_e * score_e`, where `share_e` is the share of expert e in all choices, before
-    any is dropped, and `score_e` the mean over tokens of its score, scores of a token divided by
-    their sum. Both are those of all devices: a mean of the devices' losses would be another.
+    It is `E * sum_e share_e * score_e`, over all devices. `share_e` is expert e's share of all
+    choices, before any is dropped. `score_e` is the mean of its normalized scores. The mean of the
+    devices' own losses would differ.
 
     Args:
-      routing: of this device's tokens.
+      routing: the `Routing` of this device's tokens.
       axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
     Returns:
-      A scalar in the dtype of scores, replicated over `axis`: 1 at balance, at most E. Shares
-      are not differentiated. 0, and with zero gradients, where no token counts.
+      A scalar in the dtype of scores, replicated over `axis`: 1 at balance, at most E. Shares are
+      not differentiated. Without tokens that count, the loss and its gradients are 0.
 
     Raises:
-      TypeError: a mask that is not bool, an axis name that is no text.
-      ValueError: a mask of another shape, an unknown axis name, a call outside shard_map.
+      TypeError: a mask that is no bool, an axis that is no text.
+      ValueError: a wrong shape, an unknown axis, a call outside shard_map.
 
-    Cost: psums of E + 1 integers and E floats; in the derivative nothing is sent, but under
+    Cost: psums of E + 1 integers and E floats. The derivative sends nothing, or with
     `check_vma=False` the floats again.
 
     Example:
@@ -175,22 +172,22 @@ def load_balance_loss(
 def router_z_loss(
     routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
 ) -> Array:
-    """Computes the loss that keeps logits small: the mean over tokens of `logsumexp(logits)**2`.
+    """Computes the mean over tokens of `logsumexp(logits)**2`, which keeps logits small.
 
     Args:
-      routing: of this device's tokens.
+      routing: the `Routing` of this device's tokens.
       axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
     Returns:
-      A scalar in the dtype of logits, replicated over `axis`; 0, and with zero gradients,
-      where no token counts.
+      A scalar in the dtype of logits, replicated over `axis`. Without tokens that count, the loss
+      and its gradients are 0.
 
     Raises:
-      TypeError: as `routing_statistics`.
-      ValueError: as `routing_statistics`.
+      TypeError: as in `load_balance_loss`.
+      ValueError: as in `load_balance_loss`.
 
-    Cost: psums of two scalars; in the derivative nothing is sent, but one under `check_vma=False`.
+    Cost: psums of two scalars. The derivative sends nothing, or with `check_vma=False` one scalar.
 
     Example:
       >>> f"{router_z_loss(route(jnp.zeros((3, 4)), 1)):.3f}"  # log(4)**2
@@ -206,7 +203,7 @@ def router_z_loss(
 
 
 def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:
-    """Sums scalars and vectors of one dtype over `axes`, all in one psum."""
+    """Sums scalars and vectors of one dtype over `axes`, in one psum."""
     if not axes:
         return parts
     whole = jnp.concatenate([part.reshape(-1) for part in vary_alike(axes, *parts)])
@@ -217,7 +214,7 @@ def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array,
 
 
 def _counted(routing: Routing, mask: Values | None) -> Bool[Array, " tokens"]:
-    """Tells which tokens count: those that are masked nowhere."""
+    """Returns which tokens count: those that have an expert and are not masked."""
     counted = jnp.any(routing.experts >= 0, axis=1)
     for given in (routing.mask, mask):
         if given is not None:
@@ -230,7 +227,7 @@ def _count(counted: Bool[Array, " tokens"]) -> Int32[Array, ""]:
 
 
 def _routed(routing: Routing, counted: Bool[Array, " tokens"]) -> Bool[Array, "tokens k"]:
-    """Which choices there are, of tokens that count."""
+    """Returns which choices count."""
     return counted[:, None] & (routing.experts >= 0)
 
 
@@ -245,7 +242,7 @@ def _tokens_per_expert(
 def _normalized(
     scores: Float[Array, "tokens experts"], counted: Bool[Array, " tokens"]
 ) -> Float[Array, "tokens experts"]:
-    """Scores divided by their sums, and 0 for tokens that do not count."""
+    """Returns scores divided by their sums, and 0 for tokens that do not count."""
     scores = jnp.where(counted[:, None], scores, 0)
     total = jnp.sum(scores, axis=1, keepdims=True)
     # Sigmoids may underflow, and the derivative divides by the square.
@@ -253,13 +250,14 @@ def _normalized(
 
 
 def _entropies(scores: Float[Array, "tokens experts"]) -> Float[Array, " tokens"]:
-    logs = jnp.log(jnp.where(scores > 0, scores, 1))  # 0 log 0 is 0, and has no gradient of NaN
+    logs = jnp.log(jnp.where(scores > 0, scores, 1))  # 0 log 0 is 0, without a gradient of NaN
     return -jnp.sum(scores * logs, axis=1)
 
 
 def _z_losses(routing: Routing, counted: Bool[Array, " tokens"]) -> Float[Array, " tokens"]:
-    # Logits of tokens that do not count may be NaN or infinite, and the derivative of `where` would
-    # multiply theirs by 0: they are replaced before the arithmetic, and the result again after it.
+    # Logits of tokens that do not count may be NaN or infinite. The derivative of `where` would
+    # multiply theirs by 0. So they are replaced before the arithmetic, and the result again after
+    # it.
     logits = jnp.where(counted[:, None], routing.logits, 0)
     return jnp.where(counted, jax.nn.logsumexp(logits, axis=1) ** 2, 0)
 
@@ -267,11 +265,11 @@ def _z_losses(routing: Routing, counted: Bool[Array, " tokens"]) -> Float[Array,
 def _balance(
     counts: Int32[Array, " experts"], scores: Float[Array, " experts"], tokens: Int32[Array, ""]
 ) -> Float[Array, ""]:
-    """The loss, from how often each expert was chosen, and from the sums of its scores."""
+    """Returns the loss, from each expert's number of choices and sum of scores."""
     shares = _per(counts.astype(scores.dtype), jnp.sum(counts, dtype="int32"))
     return len(counts) * jnp.sum(shares * _per(scores, tokens))
 
 
 def _per(x: Float[Array, "*any"], count: Int32[Array, ""]) -> Float[Array, "*any"]:
-    """`x / count`, and 0 where there are none."""
+    """Returns `x / count`, or `x` if the count is 0."""
     return x / jnp.maximum(count, 1).astype(x.dtype)

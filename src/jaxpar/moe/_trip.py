@@ -1,13 +1,11 @@
-"""Rows sent to other devices, and what comes back summed: each is the derivative of the other.
+"""Rows sent to other devices, and results sent back and summed. Each is the other's derivative.
 
-Of each array only the rows travel that somebody reads, and an array of what is not differentiated
-beside others costs nothing on the way back.
+Only rows that are read travel. Arrays that are not differentiated cost nothing on the way back.
 
-Each array that is exchanged costs an exchange, so that rows of several lie side by side in few.
-Small arrays ride in the largest one's carrier, as bits: a carrier of unsigned integers keeps those
-that would be NaN of the larger array's dtype. Beside a very large one they have a carrier together:
-joining and taking apart are passes over all of it, which then cost more than another exchange.
-Arrays of comparable size have carriers of their own.
+A carrier is an exchanged array that holds the rows of several leaves, because each exchange has its
+own cost. Small leaves join the largest one's carrier, as bits. Unsigned integers preserve bits that
+would be NaN. If the largest leaf is very large, small ones share another carrier: joining and
+splitting would cost more than another exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +27,16 @@ from jaxpar.compiler.derivatives import linear_pair
 from jaxpar.compiler.unwritten_memory import unwritten
 from jaxpar.moe._copies import Copies, collect, spread
 
-_TILE = 8 * 128  # elements of a TPU's registers
+_TILE = 8 * 128  # elements of a TPU register
 _LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
-_WIDE = 8 * _LANES_OF_PAIRS  # rows of so many words are padded to whole pairs
-_LARGE = 2**23  # bytes; read and written several times they take longer than an exchange's start
-_SMALL = 8  # an array of at most 1/8 of the largest one's bytes rides in its carrier
+_WIDE = 8 * _LANES_OF_PAIRS  # rows of so many words or more are padded to whole pairs
+_LARGE = 2**23  # bytes; passes over more take longer than the start of an exchange
+_SMALL = 8  # an array of at most 1/8 of the largest one's bytes joins its carrier
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which leaves each carrier has, by number, and of what row shape and dtype all leaves are."""
+    """The leaves of each carrier, by number, and their row shapes and dtypes."""
 
     carriers: tuple[tuple[int, ...], ...]
     row_shapes: tuple[tuple[int, ...], ...]
@@ -46,7 +44,7 @@ class Packing:
 
 
 def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
-    """Groups leaves, rows in dimension 0, into carriers, `rows` of which may be exchanged."""
+    """Groups leaves into carriers, of which `rows` rows may be exchanged."""
     shapes = tuple(leaf.shape[1:] for leaf in leaves)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     sizes = [_width(s, d) * _plain(d).itemsize for s, d in zip(shapes, dtypes, strict=True)]
@@ -71,7 +69,7 @@ def pack(
         word = flat[0].dtype.itemsize
         if len(flat) == 1 and word > 1:
             return _in_blocks(flat[0])
-        # Floats of one byte travel as bits too: not every compiler sends them.
+        # Floats of one byte travel as bits too, because not every compiler sends them.
         parts = [_as_words(x, word) for x in flat]
         width = sum(part.shape[1] for part in parts)
         if width >= _WIDE and width % _LANES_OF_PAIRS:
@@ -89,13 +87,13 @@ def unpack(
     rows: int,
     each: Callable[[Array], Array] = lambda x: x,
 ) -> list[Shaped[Array, "{rows} ..."]]:
-    """Returns the leaves that carriers hold, after `each` has made `rows` rows of theirs."""
+    """Returns the leaves of carriers, after `each` has made `rows` rows of them."""
     count = len(packing.dtypes)
     flat: dict[int, Array] = {}
     for members, carrier in zip(packing.carriers, carriers, strict=True):
         word, start = carrier.dtype.itemsize, 0
         if len(members) == 1 and word > 1:
-            flat[members[0]] = each(carrier)  # still in blocks: other shapes are other layouts
+            flat[members[0]] = each(carrier)  # still in blocks: other shapes have other layouts
             continue
         carrier = lax.collapse(carrier, 1)
         for i in members:
@@ -109,14 +107,14 @@ def unpack(
     def restored(i: int) -> Array:
         shape, dtype = (rows, *packing.row_shapes[i]), packing.dtypes[i]
         if i not in flat:
-            return jnp.zeros(shape, dtype)  # it has no elements
+            return jnp.zeros(shape, dtype)  # the leaf has no elements
         return _restored(lax.collapse(flat[i], 1), dtype).reshape(shape)
 
     return [restored(i) for i in range(count)]
 
 
 def _in_blocks(x: Shaped[Array, "rows width"]) -> Shaped[Array, "rows *blocks"]:
-    """Cuts wide rows into tiles, as the exchange on TPU would: it copies all rows for that."""
+    """Cuts wide rows into tiles. Otherwise the exchange on TPU copies all rows to do so."""
     width = x.shape[1]
     if width % _TILE == 0:
         return x.reshape(x.shape[0], width // 128, 128)
@@ -134,7 +132,7 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _plain(dtype: Any) -> Any:
-    """The dtype of whole bytes, real, that holds all values of another."""
+    """Returns the real dtype of whole bytes that holds all values of another."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.dtype("uint8")
     if _is_complex(dtype):
@@ -146,18 +144,18 @@ def _plain(dtype: Any) -> Any:
 
 
 def _flat(x: Shaped[Array, "rows ..."]) -> Shaped[Array, "rows width"]:
-    """The rows, each flat and of a plain dtype."""
+    """Returns the rows, each flat and of a plain dtype."""
     if _is_complex(x.dtype):
         x = jnp.stack([x.real, x.imag], axis=-1)
     return x.astype(_plain(x.dtype)).reshape(x.shape[0], prod(x.shape[1:]))
 
 
 def _restored(x: Shaped[Array, "rows width"], dtype: Any) -> Shaped[Array, "rows numbers"]:
-    """The inverse of `_flat`, but for the shape of a row: complex numbers are two plain ones."""
+    """Inverts `_flat`, except for the shape of a row."""
     if _is_complex(dtype):
         parts = x.reshape(x.shape[0], x.shape[1] // 2, 2)
         return lax.complex(parts[..., 0], parts[..., 1])
-    # What nobody wrote may be any byte, and a bool is 0 or 1.
+    # Unwritten memory may hold any byte, but a bool is 0 or 1.
     return x != 0 if jnp.issubdtype(dtype, jnp.bool_) else x.astype(dtype)
 
 
@@ -166,7 +164,7 @@ def _unsigned(itemsize: int) -> Any:
 
 
 def _as_words(x: Shaped[Array, "rows width"], word: int) -> UInt[Array, "rows words"]:
-    """The bits of each row as unsigned integers of `word` bytes, padded with zeros."""
+    """Returns each row's bits as unsigned integers of `word` bytes, padded with zeros."""
     size = x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, _unsigned(min(size, word)))
     if size >= word:
@@ -178,7 +176,7 @@ def _as_words(x: Shaped[Array, "rows width"], word: int) -> UInt[Array, "rows wo
 
 
 def _from_words(x: UInt[Array, "rows words"], dtype: Any) -> Shaped[Array, "rows width"]:
-    """The inverse of `_as_words`, padding included."""
+    """Inverts `_as_words`, padding included."""
     word, size = x.dtype.itemsize, dtype.itemsize
     if size <= word:
         bits = lax.bitcast_convert_type(x, _unsigned(size))
@@ -188,28 +186,28 @@ def _from_words(x: UInt[Array, "rows words"], dtype: Any) -> Shaped[Array, "rows
 
 
 class Trip(NamedTuple):
-    """The copies that are sent, sorted by the device that gets them, and their ways."""
+    """The copies that are sent, sorted by target device, and their transfers."""
 
-    copies: Copies  # its places are of copies that arrive
+    copies: Copies  # its places are only of copies that arrive
     there: Slices
     back: Slices
 
 
 @dataclass(frozen=True)
 class Receivers:
-    """Which devices receive, and into how many rows."""
+    """The devices that receive, and the rows of their buffers."""
 
     ring: Ring
     capacity: int
     clean: bool  # rows where nothing arrives are 0; otherwise they hold anything
-    low_bit: LowBit | None = None  # how rows of floats go there; back they come as they are
+    low_bit: LowBit | None = None  # the format of float rows on the way there, not back
     derived_by_jax: ClassVar[bool] = False
 
 
 def send(
     trip: Trip, leaves: list[Shaped[Array, "tokens ..."]], ring: Ring, capacity: int
 ) -> list[Shaped[Array, "{capacity} ..."]]:
-    """Returns of each leaf the rows that arrive, then rows of anything."""
+    """Returns, for each leaf, the rows that arrive, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     receivers = Receivers(ring, capacity, clean=False, low_bit=ring.low_bit("float32"))
     arrived: list[Array] = _send(receivers, trip, leaves)
@@ -219,10 +217,10 @@ def send(
 def bring_back(
     trip: Trip, leaves: list[Shaped[Array, "capacity ..."]], ring: Ring
 ) -> list[Shaped[Array, "tokens ..."]]:
-    """Returns of each leaf, for each token, the sum of what comes back."""
+    """Returns, for each leaf and token, the sum of the results that come back."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
-    # Rows that nothing was brought back from have the gradient 0, which is written.
+    # Rows that are not sent back have the gradient 0, which must be written.
     low_bit = ring.low_bit_cotangents("float32")
     receivers = Receivers(ring, capacity, clean=True, low_bit=low_bit)
     sums: list[Array] = _bring_back(receivers, trip, leaves)
@@ -252,7 +250,6 @@ def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
 def _where_valid(
     valid: Bool[Array, " rows"], x: Shaped[Array, "rows *row"]
 ) -> Shaped[Array, "rows *row"]:
-    """`x`, and 0 in rows that are not valid."""
     return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
@@ -268,7 +265,7 @@ def _home(how: Receivers, trip: Trip, tree: Any) -> Any:
 
     returned = [exchanged(x) for x in pack(packing, leaves)]
     rows = trip.copies.places.shape[0]
-    # Summed in blocks, before leaves are cut out of a carrier: one gather of wide rows for all.
+    # A leaf that has a carrier alone is summed in blocks, before it gets its own shape.
     sums = unpack(packing, returned, rows, lambda x: collect(trip.copies, x))
     return treedef.unflatten(sums)
 

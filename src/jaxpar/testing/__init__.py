@@ -1,4 +1,4 @@
-"""Reusable property-testing tools for sharded JAX code."""
+"""Property-testing tools for sharded JAX code."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Counting the collectives and the residuals of a function, forward and backward, in its jaxpr."""
+"""Counts of a function's collectives and residuals, forward and backward, from its jaxpr."""
 
 from __future__ import annotations
 
@@ -17,25 +17,20 @@ from jaxpar.arguments.calls import readable
 from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.compiler.jit import enclosing
 
-Var: TypeAlias = Any  # jax.extend publishes no types of jaxpr variables that hold on all versions
+Var: TypeAlias = Any  # jax.extend has no type of jaxpr variables that fits all versions
 
 Sizes: TypeAlias = Mapping[str, int]  # devices along each mesh axis
 Weigh: TypeAlias = Callable[[str, Any, Sizes], float]
 
 
 def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
-    """Collectives by `jax.lax` name that one device runs when it runs `jaxpr` once."""
+    """Counts the collectives that one device runs in `jaxpr`, by `jax.lax` name."""
     counts = _tally(jaxpr, platform, lambda name, eqn, sizes: 1.0, {})
     return Counter({name: int(number) for name, number in counts.items()})
 
 
 def sent_bytes(jaxpr: core.Jaxpr, platform: str | None) -> int:
-    """Bytes that one device sends when it runs `jaxpr` once.
-
-    A ppermute sends its operand. XLA's own collectives are charged what the bandwidth-optimal ring
-    algorithm sends for `n` devices and a local operand of `b` bytes: an all_gather `(n - 1) b`, a
-    psum_scatter or all_to_all `(n - 1) / n b`, a psum and its like `2 (n - 1) / n b`.
-    """
+    """Returns the bytes that one device sends in `jaxpr`."""
     return round(sum(_tally(jaxpr, platform, _sent_bytes, {}).values()))
 
 
@@ -86,9 +81,9 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
 def _branches(
     params: dict[str, Any], branches: list[core.Jaxpr], platform: str | None
 ) -> list[core.Jaxpr]:
-    """Those that may run: one where the choice is by platform, and the platform is known.
+    """Returns the branches that may run: one, if they depend on a known platform.
 
-    The others are not looked into: what they run may be impossible to count.
+    Other branches may be impossible to count.
     """
     platforms = params.get("branches_platforms")
     if platforms is not None and platform is not None:
@@ -99,19 +94,19 @@ def _branches(
 
 
 def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
-    """Bytes of `variables` on one device; a variable listed twice counts once."""
+    """Returns the bytes of distinct `variables` on one device."""
     blocks = _blocks(jaxpr)
     distinct = {var: None for var in variables if not isinstance(var, core.Literal)}
     return round(sum(blocks.get(var, 1.0) * _bytes(var.aval) for var in distinct))
 
 
 def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
-    """The part of each variable that one device holds, where a shard_map takes or returns it."""
+    """Returns the part of each variable on one device, if a shard_map takes or returns it."""
     parts: dict[Var, float] = {}
     for eqn in jaxpr.eqns:
         for sub in subjaxprs(eqn.params):
             if (len(sub.invars), len(sub.outvars)) != (len(eqn.invars), len(eqn.outvars)):
-                continue  # branches and loop conditions: not the operands of the equation
+                continue  # a branch or a loop condition, without the operands of the equation
             inside = {} if eqn.primitive.name == "shard_map" else _blocks(sub)
             outer = [*eqn.invars, *eqn.outvars]
             for var, local in zip(outer, [*sub.invars, *sub.outvars], strict=True):
@@ -132,14 +127,14 @@ def _bytes(aval: Any) -> int:
 @readable
 @dataclass(frozen=True, repr=False)
 class CollectiveCounts:
-    """What one device sends, by the names of `jax.lax`, and what it keeps for the backward.
+    """One device's collectives by `jax.lax` name, the bytes that it sends, and its residuals.
 
     Attributes:
-        forward: how often each collective runs in the forward; absent ones count 0.
-        backward: how often each collective runs in the backward alone.
-        forward_bytes: bytes that a device sends in the forward.
-        backward_bytes: bytes that a device sends in the backward alone.
-        residual_bytes: bytes per device kept from forward to backward.
+        forward: how often each collective runs in the forward pass; absent ones count 0.
+        backward: the same in the backward pass alone.
+        forward_bytes: bytes that a device sends in the forward pass.
+        backward_bytes: bytes that a device sends in the backward pass alone.
+        residual_bytes: bytes per device saved for the backward pass.
 
     Example:
         >>> from collections import Counter
@@ -167,37 +162,35 @@ class CollectiveCounts:
 def count_collectives(
     fn: Callable[..., Any], *args: Any, grad: bool = True, platform: str | None = None
 ) -> CollectiveCounts:
-    """Collectives that `fn` and its transpose run, read from their jaxprs; nothing is compiled.
+    """Counts the collectives of `fn` and of its transpose in their jaxprs, without compiling.
 
-    A scan counts its body `length` times (and so does `lax.fori_loop` with bounds known while
-    tracing); a `lax.cond` counts, for each collective, the branch that runs it most often. Names
-    are those of `jax.lax`: `psum_scatter` for the primitive reduce_scatter, and so on. A psum
-    that `shard_map` places for a replicated argument is in the backward. XLA may later merge or
-    replace collectives: this is what the program asks for, not what a compiler makes of it.
+    A scan counts its body `length` times, and so does a `lax.fori_loop` with static bounds. A
+    `lax.cond` counts, for each collective, the branch that runs it most often. The psum of a
+    replicated argument of `shard_map` is in the backward pass. XLA may later merge or replace
+    collectives.
 
-    Bytes are those of operands for a ppermute. XLA's own collectives are charged what the
-    bandwidth-optimal ring algorithm sends for `n` devices and a local operand of `b` bytes: an
-    all_gather `(n - 1) b`, a psum_scatter or all_to_all `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
+    A ppermute sends its operand. Other collectives send what the best ring algorithm sends for `n`
+    devices and a local operand of `b` bytes: an all_gather `(n - 1) b`, a psum_scatter or
+    all_to_all `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
 
-    `residual_bytes` counts each distinct array that the function returned by `jax.vjp` holds,
-    inputs of `fn` among them where the backward reads them, by the size of the block that a
-    `shard_map` in `fn` takes or returns; one that no shard_map touches counts whole. Under
-    `jax.jit` of a whole step XLA may keep less, by recomputing.
+    `residual_bytes` counts each distinct array that the function of `jax.vjp` holds, inputs
+    included. If a `shard_map` in `fn` takes or returns the array, its local block counts, otherwise
+    the full array. A compiled step may recompute, and save less.
 
-    To count what a gradient taken *inside* `shard_map` sends, pass the shard_mapped function
-    that takes it, with `grad=False`: `forward` then holds both directions.
+    To count a gradient taken *inside* `shard_map`, pass the shard_mapped function with
+    `grad=False`. `forward` then holds both directions.
 
     Args:
         fn: a function of global arrays, such as a shard_mapped one.
         *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-        grad: whether to differentiate `fn` with respect to all float arguments. The forward is
-            then the one that autodiff runs, the `fwd` rule of a `jax.custom_vjp`.
-        platform: where `fn` uses `lax.platform_dependent`, the platform whose branch counts,
-            such as "tpu"; when None such a choice counts like `lax.cond`.
+        grad: whether to differentiate `fn` with respect to all float arguments. The forward pass
+            then runs the `fwd` rule of a `jax.custom_vjp`.
+        platform: the platform whose branch of `lax.platform_dependent` counts, such as "tpu". None:
+            as in `lax.cond`.
 
     Returns:
-        The counts. Without `grad`, or without float arguments or outputs, `backward` is empty
-        and `residual_bytes` is 0.
+        The counts. Without `grad`, or without float arguments or outputs, `backward` is empty and
+        `residual_bytes` is 0.
 
     Raises:
         ValueError: a `lax.while_loop` whose trip count is unknown runs collectives.
@@ -220,7 +213,7 @@ def count_collectives(
 def _counts_of(
     fn: Callable[..., Any], args: Sequence[Any], grad: bool, platform: str | None
 ) -> CollectiveCounts:
-    # A new function each time: make_jaxpr caches by function, and fn may read what has changed.
+    # A new function each time: make_jaxpr caches by function, and fn may read changed state.
     outputs = jax.eval_shape(lambda *a: fn(*a), *args)
     if not (grad and _floats(args) and _floats(outputs)):
         forward = jax.make_jaxpr(lambda *a: fn(*a))(*args)

@@ -1,4 +1,4 @@
-"""Comparing arrays with what is expected of them: how far they may be off, and what differs."""
+"""Comparisons of arrays with expected values: tolerances, and reports of differences."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ import numpy as np
 from jaxpar.arguments.calls import readable
 from jaxpar.testing._oracle import Expected, Leaf
 
-# A rounding error is within u, and n of them that are independent sum to about u * sqrt(n). Six of
-# those standard deviations are not exceeded by any of a million entries.
+# A rounding error is at most u, and n independent ones sum to about u * sqrt(n). Six of these
+# standard deviations are not exceeded by any of a million entries.
 _DEVIATIONS = 6.0
 
 
 @readable
 def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
-    r"""Largest rounding error of a sum of products, relative to the size of its terms.
+    r"""Returns the largest rounding error of a sum of products, relative to the size of its terms.
 
-    $6 (u + u_{acc} \sqrt{K})$, where $u$ is the unit roundoff of `dtype`, $u_{acc}$ that of the
-    dtype in which sums of it accumulate (float32 for 16-bit floats, else `dtype`), and $K$ the
-    `reduction_depth`. The errors of $K$ additions are independent to first order, so they grow
-    like a random walk. The factor 6 covers the largest of very many entries, and, for 16-bit
-    floats, the few roundings to `dtype` that a sharded sum has and a local one has not: each
-    device's partial sum, what travels, a bias added last.
+    It is $6 (u + u_{acc} \sqrt{K})$. $u$ is the unit roundoff of `dtype`, and $u_{acc}$ that of
+    partial sums: float32 for 16-bit floats, else `dtype`. $K$ is the `reduction_depth`. Errors of
+    $K$ additions grow like a random walk. The factor 6 covers the largest of very many entries, and
+    the additional roundings of a sharded sum in 16 bits.
 
-    The size of the terms is their root sum of squares and not the size of the sum, which may
-    cancel: for standard normal terms $\sqrt K$. Under it a dropped block of one in $n$ is an
-    error of $1/\sqrt n$, against 0.024 for bfloat16 and 0.000003 for float32 at $K = 64$.
+    The size of the terms is their root sum of squares: for standard normal terms $\sqrt K$. The sum
+    itself may cancel.
 
     Args:
-        dtype: a float dtype: that of the result, or of intermediate results if coarser.
-        reduction_depth: the number of terms that one entry sums over, all devices together.
+        dtype: a float dtype: the coarser of result and intermediate results.
+        reduction_depth: the number of terms that one entry sums over, on all devices.
 
     Returns:
         The tolerance; 0 for integers and booleans, which are exact.
@@ -63,7 +60,7 @@ def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
 
 
 def unit_roundoff(dtype: Any) -> float:
-    """Half the distance from 1 to the next number of a float dtype."""
+    """Returns half the distance from 1 to the next number of a float dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
@@ -75,11 +72,11 @@ class Report:
     """The comparisons of one assertion.
 
     Attributes:
-        rounding: the dtype that intermediate results are rounded to, unless the array is coarser.
-        depth: the number of terms an entry sums.
+        rounding: the dtype of intermediate results, unless the array is coarser.
+        depth: the number of terms that an entry sums.
         wrong: a line for each array that differs.
         compared: how many arrays were compared.
-        shapes_differ: whether some array has another shape than the reference's.
+        shapes_differ: whether any array has a wrong shape.
     """
 
     rounding: Any
@@ -96,9 +93,9 @@ class Report:
         project: Callable[[Leaf], Leaf] = np.asarray,
         place: Place = "entry {}".format,
     ) -> None:
-        """Compare `project(found)` with `expected`, in the precision of `found`.
+        """Compares `project(found)` with `expected`, in the precision of `found`.
 
-        `place` says in words where in `found` an index of `project(found)` is.
+        `place` describes an index of `project(found)` in words.
         """
         self.compared += 1
         array = np.asarray(found)
@@ -121,7 +118,7 @@ class Report:
         # Below the smallest normal number precision is lost, and some backends flush to zero.
         allowed = allowed + float(jnp.finfo(dtype).tiny)
         got, wanted = np.asarray(actual, np.float64), np.asarray(expected.value, np.float64)
-        with np.errstate(invalid="ignore"):  # infinities, which are right where both have them
+        with np.errstate(invalid="ignore"):  # infinities are right where both have them
             right = (got == wanted) | (np.abs(got - wanted) <= allowed)
         return _differing(got, wanted, right, allowed, place)
 
@@ -143,5 +140,5 @@ def _differing(got: Leaf, wanted: Leaf, right: Leaf, allowed: Leaf, place: Place
 
 
 def coarser(first: Any, second: Any) -> Any:
-    """The float dtype of the two that rounds more."""
+    """Returns the float dtype that rounds more."""
     return first if unit_roundoff(first) >= unit_roundoff(second) else second

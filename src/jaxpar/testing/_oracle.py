@@ -1,10 +1,9 @@
-"""What the NumPy reference says: values, derivatives, and how large their terms are.
+"""The NumPy reference's values and derivatives, and the size of their terms.
 
-The size of the terms of an entry is read off the reference as a condition number: how far the
-entry moves, in root mean square, when every entry of every argument moves by a random relative
-unit. For a sum of products that is the root sum of squares of its terms, which is what rounding
-errors scale with: it stays large where the sum itself cancels, and no dimension of the reference
-need be known to find it.
+The size of an entry's terms is measured: the entry's root mean square move when every argument
+entry moves by a random relative unit. For a sum of products it is the root sum of squares, with
+which rounding errors scale. It stays large where the sum cancels, and needs no dimensions of the
+reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ _STEP = 2.0**-18
 
 @dataclass(frozen=True)
 class Expected:
-    """What a float64 reference gives for one array.
+    """A float64 reference's result for one array.
 
     Attributes:
         value: the expected entries.
@@ -35,20 +34,19 @@ class Expected:
     slack: Leaf
 
     def reshape(self, shape: tuple[int, ...]) -> "Expected":
-        """The same entries in another shape."""
         return Expected(*(np.reshape(part, shape) for part in (self.value, self.terms, self.slack)))
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Whether an array of the reference can move; all its floats are NumPy's own."""
+    """Returns whether an array has floats, which in the reference are NumPy's own."""
     return np.issubdtype(leaf.dtype, np.floating)
 
 
-@np.errstate(all="ignore")  # infinities and unread NaNs are the caller's intent
+@np.errstate(all="ignore")  # infinities and unread NaNs are what the caller wants
 def expected_values(
     reference: Callable[[Leaves], Leaves], leaves: Leaves, rng: np.random.Generator, draws: int = 16
 ) -> list[Expected]:
-    """The reference at `leaves`, with the size of the terms of each entry."""
+    """Returns the reference at `leaves`, with the size of each entry's terms."""
     values = reference(leaves)
     moved = [_moved(reference, leaves, rng) for _ in range(draws)]
     return [
@@ -58,10 +56,10 @@ def expected_values(
 
 
 def directions(leaf: Leaf, count: int, rng: np.random.Generator) -> list[Leaf]:
-    """At most `count` directions; each entry of `leaf` moves in exactly one of them.
+    """Returns at most `count` directions; each entry of `leaf` moves in exactly one of them.
 
-    A leaf of at most `count` entries gets its unit vectors, in order. Entries that share a
-    direction have random signs and sizes, so that errors in several of them cannot cancel.
+    A small leaf gets its unit vectors, in order. Otherwise signs and sizes are random, so that
+    errors of several entries cannot cancel.
     """
     groups = (
         np.arange(leaf.size)[:, None]
@@ -88,7 +86,7 @@ class _CentralPullback:
     at: int
 
     def products(self, leaves: Leaves, v: Leaf, step: float) -> Leaves:
-        """The products whose sum over all entries is the pullback."""
+        """Returns the products that sum to the pullback."""
         before, after = (
             self.reference([*leaves[: self.at], moved, *leaves[self.at + 1 :]])
             for moved in (leaves[self.at] - step * v, leaves[self.at] + step * v)
@@ -112,10 +110,9 @@ def expected_projections(
     rng: np.random.Generator,
     draws: int = 4,
 ) -> Expected:
-    """`<gradient of leaf at, v>` for every direction v in `along`, by central differences.
+    """Returns `<gradient of leaf at, v>` for every v in `along`, by central differences.
 
-    The truth of a step is judged by a step of twice the length: what they disagree by, and the
-    rounding of both, is slack.
+    Slack is the difference to a step of twice the length, and the rounding of both.
     """
     size = _root_mean_square(leaves[at]) or 1.0
 
@@ -139,13 +136,13 @@ def expected_projections(
         moves = [pull(ahead, v, step) - pull(behind, v, step) for v in along]
         terms += (np.array(moves) / (2 * _STEP)) ** 2 / draws
     if len(along) < leaves[at].size:
-        # Entries that share a direction may cancel each other, and their roundings do not.
+        # Entries that share a direction may cancel each other, but their roundings do not.
         terms += np.mean(values**2)
     return Expected(values, np.sqrt(terms), doubt + noise)
 
 
 def _refuse_noise(doubt: Leaf, limit: float) -> None:
-    # A few directions may cross a kink; most of them mean that no derivative can be had.
+    # A few directions may cross a kink. If many do, no derivative can be had.
     if np.size(doubt) and np.mean(doubt > limit) > 0.25:
         raise ValueError(
             "assert_matches_reference: central differences of the reference do not converge: "
@@ -157,7 +154,7 @@ def _refuse_noise(doubt: Leaf, limit: float) -> None:
 def _moved(
     reference: Callable[[Leaves], Leaves], leaves: Leaves, rng: np.random.Generator
 ) -> Leaves:
-    """How far the outputs move for one random relative move of all float entries."""
+    """Returns how far outputs move for one random relative move of all float entries."""
     ahead, behind = (reference(end) for end in _neighbours(leaves, rng))
     return [
         _finite(np.subtract(b, a, dtype=np.float64) / (2 * _STEP))
@@ -175,7 +172,7 @@ def _neighbours(leaves: Leaves, rng: np.random.Generator) -> tuple[Leaves, Leave
 
 
 def _terms(value: Leaf, moves: Sequence[Leaf]) -> Leaf:
-    """The size of an entry itself and, in root mean square, of its moves."""
+    """Returns the root sum of squares of an entry and of its root mean square move."""
     squares = [move**2 for move in moves]
     return np.sqrt(_finite(np.asarray(value, np.float64)) ** 2 + sum(squares) / len(squares))
 

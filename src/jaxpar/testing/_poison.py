@@ -1,4 +1,4 @@
-"""`poisoned_rows`: rows that nobody wrote read as NaN, so that a test sees who reads them."""
+"""`poisoned_rows`: unwritten rows read as NaN, so that a test sees who reads them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from jaxpar.compiler import unwritten_memory
 @readable
 @contextmanager
 def poisoned_rows() -> Generator[None]:
-    """Fills what jaxpar leaves unwritten with the worst that memory can hold.
+    """Fills memory that jaxpar leaves unwritten with the worst that it can hold.
 
-    Receive buffers have rows that nothing arrives in. On CPU these read as zero, on accelerators as
-    whatever the memory held before, and `NaN * 0` is NaN: a program that reads them passes its
-    tests on CPU, and fails elsewhere. Inside this context they are NaN, for integers a number that
-    is no row, for booleans True.
+    Receive buffers have rows that nothing arrives in. On CPU they usually read as zero, on
+    accelerators as anything, NaN included. A wrong read passes tests on CPU and fails elsewhere.
+    Inside this context such rows are NaN, True, or integers too large for an index.
 
     Returns:
-      A context manager. What is traced inside is poisoned; it clears JAX's caches on entry and on
-      exit, so that nothing that was compiled before or inside is reused. Keep it open over many
-      tests, such as in a fixture with `scope="module"`.
+      A context manager, which poisons what is traced inside. It clears JAX's caches on entry and on
+      exit, so that no compiled code is reused. Keep it open over many tests, such as in a fixture
+      with `scope="module"`.
 
     Cost: one write of each buffer.
 

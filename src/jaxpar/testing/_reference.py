@@ -28,11 +28,11 @@ from jaxpar.testing._oracle import (
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """What the reference says of one argument's gradient.
+    """The reference's gradient of one argument.
 
     Attributes:
         at: the position of the argument among all leaves.
-        along: the directions that the gradient is projected onto; None for its entries.
+        along: the directions of projection; None if entries are compared.
         expected: the projections, or the entries in the argument's shape.
     """
 
@@ -41,7 +41,7 @@ class ExpectedGradient:
     expected: Expected
 
     def place(self, index: tuple[int, ...]) -> str:
-        """Where in the argument an entry of `expected` is."""
+        """Returns where in the argument an entry of `expected` is."""
         if self.along is None:
             return f"entry {index}"
         entries = np.argwhere(self.along[index[0]])
@@ -49,16 +49,16 @@ class ExpectedGradient:
         return f"direction {index[0]}, over {len(entries)} random entries such as {some}"
 
     def project(self, gradient: Leaf) -> Leaf:
-        """What of `gradient` compares with `expected`."""
+        """Returns the part of `gradient` that is compared."""
         if self.along is None:
             return gradient
         wide = np.asarray(gradient, np.float64)
-        # Only the entries that a direction moves: a NaN elsewhere is not its fault.
+        # Only entries that a direction moves: a NaN elsewhere is not its error.
         return np.array([np.sum(wide[v != 0] * v[v != 0]) for v in self.along])
 
 
 def pullback(function: Callable[..., Any], args: Any) -> Callable[[Leaves, Leaves], Any]:
-    """`(leaves, cotangents) -> (outputs, gradients)`, for floats among leaves and outputs."""
+    """Returns `(leaves, cotangents) -> (outputs, gradients)`, of floats only."""
     treedef = jax.tree.structure(args)
 
     def run(leaves: Leaves, cotangents: Leaves) -> tuple[Any, Leaves]:
@@ -84,7 +84,7 @@ def expected_gradients(
     max_directions: int,
     rng: np.random.Generator,
 ) -> list[ExpectedGradient]:
-    """Every float leaf's gradient, by central differences; integer outputs have cotangent 0."""
+    """Returns every float leaf's gradient, by central differences."""
     found: list[ExpectedGradient] = []
     for at, leaf in enumerate(leaves):
         if not is_float(leaf):
@@ -104,7 +104,7 @@ def gradients_of(
     cotangents: Leaves,
     rng: np.random.Generator,
 ) -> list[ExpectedGradient]:
-    """Every float leaf's gradient, by a given `(leaves, cotangents) -> gradients`."""
+    """Returns every float leaf's gradient by a given `(leaves, cotangents) -> gradients`."""
     count = len(leaves)
     wanted = expected_values(
         lambda both: vjp(both[:count], both[count:]), [*leaves, *cotangents], rng
@@ -117,7 +117,7 @@ def gradients_of(
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is a float of any width; NumPy alone does not know bfloat16 for one."""
+    """Returns whether a leaf is a float, bfloat16 included."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -137,48 +137,46 @@ def assert_matches_reference(
     max_directions: int = 32,
     seed: int = 0,
 ) -> None:
-    """Assert that `fn` over local blocks equals a NumPy `reference` over global arrays.
+    """Checks that `fn` over local blocks equals a NumPy `reference` over global arrays.
 
-    `fn` is jitted under `jax.shard_map`. Values are compared entry by entry, integers exactly,
-    floats to `tolerance(dtype, reduction_depth)` of the size of the terms that the entry sums, as
-    `reference` itself shows it: how far the entry moves, in root mean square over random draws,
-    when every argument entry moves by a random relative unit.
+    `fn` is jitted under `jax.shard_map`. Integers must be equal. Floats may differ by
+    `tolerance(dtype, reduction_depth)` times the size of the terms that the entry sums. `reference`
+    shows this size: how far the entry moves, in root mean square, if every argument entry moves by
+    a random relative unit.
 
     Gradients are those of `jax.vjp` outside `shard_map`, for a random cotangent of all float
-    outputs, and are the true ones for either `check_vma`. Each float argument's is projected
-    onto random directions and compared with central differences of `reference`. The entries are
-    dealt among at most `max_directions` of these, so an argument of so few entries is checked
-    entry by entry, and each entry of a larger one counts in one direction.
+    outputs. They are projected onto random directions and compared with central differences of
+    `reference`. At most `max_directions` directions share an argument's entries. An argument of so
+    few entries is checked entry by entry.
 
     Args:
         fn: a function of local blocks, as `jax.shard_map` takes it.
-        reference: the same function of the global arrays, in NumPy, without JAX. It gets float64
-            copies of the float arguments, read-only, and integers as they are; it must compute in
-            float64 and return the same pytree as `fn`.
-        *args: pytrees of global arrays, NumPy's or JAX's. Float entries may be NaN where
-            `reference` does not read them.
-        mesh: the mesh; explicit axes are taken as Auto, so that args need no sharding.
+        reference: the same function of the global arrays, in NumPy. It gets read-only float64
+            copies of float arguments, and integers as they are. It must compute in float64 and
+            return the pytree of `fn`.
+        *args: pytrees of global arrays, NumPy's or JAX's. Floats may be NaN where `reference` does
+            not read them.
+        mesh: the mesh; explicit axes are taken as Auto.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
-        grad: whether to compare gradients; skipped without float arguments or float outputs.
-        check_vma: the setting or settings of `jax.shard_map`'s `check_vma` to run under.
-        reduction_depth: how many terms an entry sums, all devices together; when None, the size
-            of the largest array among arguments and outputs, an upper bound for a matmul.
-        rounding_dtype: the dtype to which intermediate results may be rounded; when None, the
-            coarsest float dtype among arguments and outputs. Pass float32 for a function of
-            16-bit arguments that must be precise to float32.
+        grad: whether to compare gradients, if there are float arguments and outputs.
+        check_vma: one or several settings of `jax.shard_map`'s `check_vma`.
+        reduction_depth: how many terms an entry sums, on all devices. None: the size of the largest
+            array, an upper bound for a matmul.
+        rounding_dtype: the dtype of intermediate results. None: the coarsest float dtype among
+            arguments and outputs. Pass float32 if a function of 16-bit arguments must be as
+            precise.
         reference_vjp: `(args, cotangent) -> gradients`, in NumPy: a tuple like `args`, compared
-            entry by entry in place of central differences; gradients of integers are ignored.
-            The cotangent has the structure of the output, 0 at integers.
-        max_directions: the largest number of directions per argument; each costs `reference`
-            twenty evaluations.
+            entry by entry instead of central differences. Integer outputs have cotangent 0, and
+            gradients of integers are ignored.
+        max_directions: the most directions per argument. Each costs twenty evaluations of
+            `reference`.
         seed: of the random cotangents, directions and draws.
 
     Raises:
-        AssertionError: the arrays that differ, each with its worst entry, or another structure.
-        TypeError: complex arguments or outputs, of which float64 keeps the real parts alone.
-        ValueError: `reference` returns NaN, or has no derivative by central differences because
-            it jumps or does not compute in float64.
+        AssertionError: arrays differ, each listed with its worst entry, or structures differ.
+        TypeError: complex arguments or outputs.
+        ValueError: `reference` returns NaN, jumps, or does not compute in float64.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis, which is optional: meshes, specs, shapes, dtypes and ragged sizes."""
+"""Strategies of Hypothesis, which is optional: meshes, specs, shapes, dtypes and ragged sizes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     Meshes = SearchStrategy[Mesh]
     Shapes = SearchStrategy[Shape]
     Specs = SearchStrategy[PartitionSpec]
-else:  # run-time type checkers must not need hypothesis, nor draw random items of a tuple in it
+else:  # run-time type checkers must not need Hypothesis, nor check random tuple items in tests
     AxisOrder = Shape = Any
     AxisOrders = Dtypes = Meshes = Shapes = Specs = Any
 
 
 def strategies(name: str) -> ModuleType:
-    """`hypothesis.strategies`, or an ImportError that says what `name` needs."""
+    """Returns `hypothesis.strategies`, or raises an ImportError for `name`."""
     return require("hypothesis.strategies", "testing", name)
 
 
@@ -46,22 +46,21 @@ def meshes(
     max_size: int | None = None,
     shuffle: bool = True,
 ) -> Meshes:
-    """Strategy for meshes of any size, odd ones and axes of size 1 included.
+    """Returns a strategy for meshes of any size, odd sizes and axes of size 1 included.
 
-    A size is drawn first, then a factorisation of it over one to `max_axes` axes, so that every
-    size is as likely as any other. All axes are `AxisType.Auto`. Shrinks towards one axis, few
-    devices, and the order of `devices`.
+    All sizes are equally likely, factorised over one to `max_axes` axes of `AxisType.Auto`. Shrinks
+    towards one axis, few devices, and the order of `devices`.
 
     Args:
-        devices: the `jax.Device`s at hand; a mesh uses a prefix of them. `jax.devices()` when None.
-        axis_names: the names of the axes, in mesh order; a mesh uses a prefix of them.
+        devices: `jax.Device`s, of which a mesh uses a prefix. None: `jax.devices()`.
+        axis_names: names in mesh order, of which a mesh uses a prefix.
         max_axes: largest number of axes, at most `len(axis_names)`.
-        min_size: smallest number of devices in a mesh.
-        max_size: largest number of devices in a mesh; all of them when None.
-        shuffle: whether the order of the devices in the mesh may differ from `devices`.
+        min_size: smallest number of devices.
+        max_size: largest number of devices. None: all.
+        shuffle: whether the devices' order may differ from `devices`.
 
     Returns:
-        A Hypothesis strategy for `jax.sharding.Mesh`.
+        A strategy for `jax.sharding.Mesh`.
 
     Raises:
         ValueError: no mesh fits the limits.
@@ -110,16 +109,16 @@ def meshes(
 
 @readable
 def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -> AxisOrders:
-    """Strategy for the axis name arguments that a collective over `mesh` can be given.
+    """Returns a strategy for the axis names of a collective over `mesh`.
 
     Args:
         mesh: the mesh whose axes are named.
         min_axes: smallest number of axes.
-        max_axes: largest number of axes; all of them when None.
+        max_axes: largest number of axes. None: all.
 
     Returns:
-        A Hypothesis strategy for one name, `"x"`, or a tuple of distinct names in any order,
-        `("y", "x")`; one axis comes both as a name and as a tuple of one.
+        A strategy for one name, `"x"`, or a tuple of distinct names in any order, `("y", "x")`. One
+        axis comes as a name or as a tuple.
 
     Raises:
         ValueError: the mesh has fewer than `min_axes` axes, or no number of axes is allowed.
@@ -153,15 +152,15 @@ def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -
 
 @readable
 def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
-    """Strategy for the PartitionSpecs that `shape` can have on `mesh`.
+    """Returns a strategy for the PartitionSpecs that `shape` can have on `mesh`.
 
     Args:
         mesh: the mesh whose axes the specs name.
-        shape: the global shape; a dimension is sharded only over axes that divide it.
+        shape: the global shape. Only axes that divide a dimension shard it.
 
     Returns:
-        A Hypothesis strategy for `PartitionSpec`: each mesh axis at most once, several axes on
-        one dimension in any order, trailing `None` present or left off. Shrinks to replicated.
+        A strategy for `PartitionSpec`. A dimension may have several axes in any order, and a
+        trailing `None` may be absent. Shrinks to replicated.
 
     Raises:
         ImportError: Hypothesis is not installed.
@@ -217,16 +216,16 @@ def _position(name: str, shards: int, rank: int, dim: int) -> int:
 
 @readable
 def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Strategy for shapes whose dimension `dim` is a positive multiple of `shards`.
+    """Returns a strategy for shapes whose dimension `dim` is a positive multiple of `shards`.
 
     Args:
-        shards: the number of devices that the dimension is split over.
+        shards: the number of devices that share the dimension.
         rank: the number of dimensions.
-        dim: the dimension that the ring divides; negative counts from the end.
-        max_size: largest size of a dimension; `dim` has `shards` where that is larger.
+        dim: the sharded dimension; negative counts from the end.
+        max_size: largest size of a dimension; `dim` has `shards` if that is larger.
 
     Returns:
-        A Hypothesis strategy for tuples of `rank` positive ints.
+        A strategy for tuples of `rank` positive ints.
 
     Raises:
         ValueError: `shards` is not positive, or `dim` is out of range.
@@ -248,19 +247,19 @@ def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16)
 
 @readable
 def uneven_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Strategy for shapes whose dimension `dim` is no multiple of `shards`.
+    """Returns a strategy for shapes whose dimension `dim` is no multiple of `shards`.
 
     Args:
-        shards: the number of devices that the dimension cannot be split over; at least 2.
+        shards: the number of devices, at least 2.
         rank: the number of dimensions.
-        dim: the dimension that the ring does not divide; negative counts from the end.
+        dim: the dimension; negative counts from the end.
         max_size: largest size of a dimension.
 
     Returns:
-        A Hypothesis strategy for tuples of `rank` positive ints; sizes below `shards` too.
+        A strategy for tuples of `rank` positive ints, sizes below `shards` too.
 
     Raises:
-        ValueError: `shards` is 1, which divides everything, or `dim` is out of range.
+        ValueError: `shards` is below 2, or `dim` is out of range.
         ImportError: Hypothesis is not installed.
 
     Example:
@@ -281,17 +280,17 @@ def uneven_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 1
 
 @readable
 def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
-    """Strategy for the dtypes that arrays can have in this process.
+    """Returns a strategy for the dtypes that arrays can have in this process.
 
     Args:
         kinds: of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits) and
-            "bool". The 64-bit ones are drawn only when `jax_enable_x64` is on.
+            "bool". 64 bits need `jax_enable_x64`.
 
     Returns:
-        A Hypothesis strategy for NumPy dtypes. Shrinks towards 32 bits.
+        A strategy for NumPy dtypes. Shrinks towards 32 bits.
 
     Raises:
-        ValueError: a kind is not one of those, or none is given.
+        ValueError: an unknown kind, or none.
         ImportError: Hypothesis is not installed.
 
     Example:
@@ -318,19 +317,19 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
 
 @readable
 def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
-    """Strategy for the sizes of `count` groups that share `total` rows, many of them empty.
+    """Returns a strategy for the sizes of `count` groups of `total` rows, many of them empty.
 
     Args:
         count: the number of groups.
-        total: the rows there are.
-        exact: whether the sizes sum to `total`, and not to `total` or less.
+        total: the number of rows.
+        exact: whether the sizes sum to `total`, instead of at most `total`.
 
     Returns:
-        A Hypothesis strategy for tuples of `count` non-negative ints. All rows in one group and,
-        unless `exact`, no rows at all are drawn too.
+        A strategy for tuples of `count` non-negative ints. It may put all rows into one group and,
+        unless `exact`, have no rows.
 
     Raises:
-        ValueError: `count` or `total` is negative, or `exact` rows have no group to be in.
+        ValueError: `count` or `total` is negative, or `exact` rows have no group.
         ImportError: Hypothesis is not installed.
 
     Example:
@@ -353,7 +352,7 @@ def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
         if not count:
             return ()
         rows = total if exact else draw(st.integers(0, total))
-        # Cutting the rows among a few groups, and not among all, is what makes zeros common.
+        # Cutting the rows among a few groups, and not among all, makes zeros common.
         used = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
         cuts = draw(st.lists(st.integers(0, rows), min_size=len(used) - 1, max_size=len(used) - 1))
         edges = [0, *sorted(cuts), rows]

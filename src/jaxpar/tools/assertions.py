@@ -34,10 +34,10 @@ def assert_overlapped(
 ) -> None:
     """Asserts that a compiler's schedule of `fn` waits little for communication.
 
-    The program is compiled for devices that need not be present. Its schedule is simulated on a
-    model of the chip (`jaxpar.schedule.timeline`), not measured: it shows what later changes of the
-    program, JAX or the compiler do to the overlap. Time is exposed while a device only waits for a
-    transfer. GPUs without measured tables of XLA have rooflines.
+    The program is compiled for devices that need not be present. Its schedule is simulated
+    (`jaxpar.schedule.timeline`), not measured: it shows what later changes of the program, JAX or
+    the compiler do to the overlap. Time is exposed while a device only waits for a transfer. GPUs
+    without tables of XLA have rooflines.
 
     Args:
       fn: a function of global arrays, as for `jaxpar.schedule.compile_for`. A `jax.shard_map` in it
@@ -49,8 +49,7 @@ def assert_overlapped(
       compiler_options: as for `jaxpar.schedule.compile_for`.
 
     Raises:
-      AssertionError: more is exposed. The text has the target, the shares, and the longest waits
-        with line, cause and edit.
+      AssertionError: more is exposed. The text has the longest waits with line, cause and edit.
       ImportError: the compiler is not installed; the message names the extra that brings it.
       TypeError: `mesh` with a target that has one.
       ValueError: an unknown target, or a limit that is not between 0 and 1.
@@ -150,16 +149,16 @@ def assert_collectives(
 ) -> None:
     """Asserts which collectives a compiled program runs, how often, and how much they send.
 
-    The compiled module counts, after the partitioner and the compiler have added, joined or dropped
-    collectives. A loop's collective counts as often as it runs.
+    The compiled module counts, with what the partitioner and the compiler add, join or drop. A
+    loop's collective counts as often as it runs.
 
     Args:
       fn: as for `assert_overlapped`.
       target: as for `assert_overlapped`.
       *args: as for `assert_overlapped`.
-      expected: all collectives. A key is phase, collective and axes, as in `"forward all-gather
-        over tp"` (phases are forward, backward and recomputation). A value is the number of runs,
-        or a pair of it and the bytes that one device sends in all runs.
+      expected: all collectives. A key is phase (forward, backward or recomputation), collective and
+        axes, as in `"forward all-gather over tp"`. A value is the number of runs, or a pair of it
+        and the bytes that one device sends in all runs.
       mesh: as for `assert_overlapped`.
       compiler_options: as for `assert_overlapped`.
 

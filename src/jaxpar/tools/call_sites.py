@@ -49,10 +49,10 @@ class Algorithm:
     """An algorithm for a part of a call site.
 
     Attributes:
-      name: as `mode` takes it; for row chunks their number, for experts the dispatch.
-      seconds: predicted; None without a prediction.
-      error: predicted / measured - 1 of such transfers on the chip, the least and the largest of
-        all public measurements, or "no row".
+      name: as for `mode`; for row chunks their number, for experts the dispatch.
+      seconds: predicted, or None.
+      error: the least and largest predicted / measured - 1 of such transfers in public measurements
+        on the chip, or "no row".
       out: why it may not be chosen, or "".
     """
 
@@ -153,13 +153,13 @@ def ways(
       f: a function of global arrays, jitted or not; it is traced, not compiled.
       *args: arrays, or `jax.ShapeDtypeStruct`s of global arrays.
       target: devices that need not be present, from `jaxpar.schedule.target`. None: those of the
-        context mesh (`jax.set_mesh`), else of the program's own meshes.
-      compiler_options: of the program. None: those of `jaxpar.jit` for its functions, else those of
+        context mesh (`jax.set_mesh`), else of the program's meshes.
+      compiler_options: of the program. None: those of a `jaxpar.jit` function, else those of
         `jaxpar.compiler_options` for the target's or the context's devices.
 
     Returns:
-      A `Ways`. Printed, or in a notebook, it is a table. Backward passes count only if the program
-      takes gradients. Call sites of equal operands are one, as for `jaxpar tune`.
+      A `Ways`, shown as a table. Its backward passes count only if the program takes gradients.
+      Call sites of equal operands are one, as for `jaxpar tune`.
 
     Raises:
       TypeError: `target` is no target, or `compiler_options` are none.

@@ -51,7 +51,7 @@ class GuardedCall:
         self.do("compiling" if is_new else "running")
 
     def wait_for(self, arrays: Any) -> None:
-        """Makes it last until the smallest array is computed; a program computes all at once."""
+        """Makes the call last until the smallest array is computed; then its program is done."""
         leaves = jax.tree.leaves(arrays)
         place = None if self.program is None else self.program.result
         if place is None:

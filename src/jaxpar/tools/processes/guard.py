@@ -31,9 +31,9 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
     """Guards a step: past a time limit, every process prints where each process is.
 
     A collective waits for all processes. If one is missing, slow, compiling or in another program,
-    the others hang silently or compute garbage. With a guard, each process reports to process 0.
-    All print where each one is, what is wrong, and the line of the collective that the others wait
-    in. They print past the limit, if a process is gone, or if two run different programs.
+    the others hang silently or compute garbage. With a guard, processes report to process 0. All of
+    them print where each one is, what is wrong, and the line of the collective that the others wait
+    in. They print past the limit, when a process is gone, or when two run different programs.
 
     Around a function of `jax.jit` or `jaxpar.jit`, each new program is compared before it is
     compiled. If programs differ, all processes that have not started theirs raise an error with the
@@ -55,8 +55,8 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
       ValueError: `timeout_s` is not positive; from the guarded function: programs differ.
       TypeError: `what` is neither a function nor a name.
 
-    Cost: nothing in the compiled program. A call takes 5 us longer, and up to 1 us for each array
-    argument, while the device works on the step before (measured on a CPU). A thread sends half a
+    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), while the
+    device works on the step before. Each array argument adds up to 1 us. A thread sends half a
     kilobyte to process 0 twice a second. A new program is lowered and compared once. The smallest
     of a step's results is kept until it is computed.
 

@@ -147,7 +147,6 @@ def _collectives(jaxpr: core.Jaxpr, is_conditional: bool = False) -> Iterator[Se
 
 
 def _inserted(text: str, mesh: Mesh | None) -> Iterator[Sent]:
-    """Yields the collectives of a compiled program by their starts."""
     module, sources = read(text), Sources(text)
     instructions = {i.name: i for c in module.hlo.computations.values() for i in c.instructions}
 
@@ -182,7 +181,6 @@ def first_difference(
 
 
 def _around_difference(*texts: str) -> list[str]:
-    """Cuts long texts around their first difference."""
     place = next(
         (n for n, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1),
         min(map(len, texts)),

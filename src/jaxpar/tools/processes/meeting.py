@@ -29,7 +29,6 @@ class _Meeting:
     listeners: dict[str, socket.socket] = field(default_factory=dict[str, socket.socket])
 
     def open(self, host: str) -> None:
-        """Listens for both, on process 0."""
         self.host, self.token = host, secrets.token_hex(16)
         self.listeners = {name: socket.create_server(("", 0)) for name in ("agree", "guard")}
         self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}

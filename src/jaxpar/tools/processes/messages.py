@@ -17,7 +17,6 @@ def write(peer: socket.socket, message: Any) -> None:
 
 
 def read(peer: socket.socket) -> dict[str, Any]:
-    """Waits for a message, for the socket's timeout."""
     (size,) = struct.unpack("!Q", _receive(peer, 8))
     if size > 1 << 30:
         raise ConnectionError("no message of ours")

@@ -37,19 +37,19 @@ def initialize(
 ) -> Description:
     """Connects the processes of a program; may be called twice, or by a single process.
 
-    Wraps `jax.distributed.initialize`, which knows Slurm, Open MPI, Kubernetes and TPU pods without
-    arguments. Without any sign of other processes it does nothing. With an address, the processes
-    first wait for each other, because JAX ends a process whose companions do not come.
+    Wraps `jax.distributed.initialize`, which needs no arguments for Slurm, Open MPI, Kubernetes and
+    TPU pods. Without a sign of other processes nothing happens. With an address, the processes
+    first wait for each other: JAX ends a process whose companions do not come.
 
     Args:
       coordinator_address: `"host:port"` of process 0, the same in all processes.
       num_processes: their number.
-      process_id: the number of this process, from 0.
+      process_id: of this process, from 0.
       timeout_s: seconds to wait for the others.
       more: as for `jax.distributed.initialize`.
 
     Returns:
-      The `describe()` of afterwards.
+      The current `describe()`.
 
     Raises:
       TimeoutError: missing processes, by number.

@@ -20,16 +20,14 @@ class ProcessState:
       entered: guarded calls that it has begun, numbered from 1.
       known: the last call whose program it has reported.
       done: the last call that nothing is left to wait for.
-      number: of its current or last call.
-      name: of that call.
-      first: number of the call that it waits for, or 0.
-      first_name: of that call.
+      number: of its current or last call, with `name`.
+      first: number of the call that it waits for, with `first_name`; or 0.
       doing: `"python"`, `"tracing"`, `"comparing"`, `"compiling"` or `"running"`; `"nothing"`
         outside.
       doing_s: seconds of that.
       waiting_s: seconds without progress; None if it waits for nothing, traces or compiles.
       timeout_s: limit of `waiting_s`.
-      where: the user's line of its Python.
+      where: the user's line that its Python is at.
       raised: the error of its last call.
       compiled: functions compiled in its call.
       runs: number, name and digest of each call with a new program.

@@ -225,7 +225,6 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
 
 
 def _code(code: types.CodeType) -> dict[str, Any]:
-    """Returns a function's code without lines and files."""
     constants = [_code(x) if isinstance(x, types.CodeType) else x for x in code.co_consts]
     names = code.co_names, code.co_varnames, code.co_argcount, code.co_flags
     return {"code": sha256(code.co_code).hexdigest()[:16], "names": names, "constants": constants}
@@ -249,7 +248,6 @@ def _key(key: Any) -> str:
 
 
 def _printed(value: Any) -> str:
-    """Returns an object's repr without its address."""
     return re.sub(r"\b0x[0-9a-f]{6,}", "...", repr(value))
 
 

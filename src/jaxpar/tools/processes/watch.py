@@ -271,7 +271,6 @@ def _is_computed(result: Any) -> bool:
 
 
 def _line_of(thread: int) -> Line | None:
-    """Returns the user's line that a thread is at."""
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     lines: list[Line] = []
     while frame is not None:

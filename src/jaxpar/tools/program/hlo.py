@@ -88,13 +88,11 @@ class Instruction:
 
     @cached_property
     def cycles(self) -> int | None:
-        """Returns the TPU compiler's estimate, or None."""
         found = self.number("estimated_cycles")
         return None if found is None else int(found)
 
     @property
     def op_name(self) -> str:
-        """Returns the origin in the traced program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 

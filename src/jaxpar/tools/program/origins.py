@@ -95,7 +95,6 @@ class Origins:
         return found
 
     def is_inserted(self, name: str) -> bool:
-        """Returns whether the traced program has no collective here."""
         named = self._primitives(name)
         if not named:  # the compiler made it, so its line decides
             i = self.instruction(name)
@@ -107,7 +106,6 @@ class Origins:
         return any(_lax_name(one) == collective for one in self._primitives(name))
 
     def is_started(self, name: str) -> bool:
-        """Returns whether the traced program starts the collective itself."""
         return any(_HALVES.search(one) and _is_collective(one) for one in self._primitives(name))
 
     def _primitives(self, name: str) -> list[str]:
@@ -132,7 +130,7 @@ class Origins:
         return f"{what} ({chain_text(chain, own_line(lines))})" if chain else what
 
     def argument(self, value: Value) -> str | None:
-        """Returns the program's argument that a value is, or None, as for state that a loop changes."""
+        """Returns the program's argument that a value is; state that a loop changes is none."""
         found, seen, level = set[str](), set[Value](), [value]
         while level:
             value = level.pop()

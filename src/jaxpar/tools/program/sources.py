@@ -114,7 +114,6 @@ def _is_around(file: str) -> bool:
 
 @cache
 def _module(file: str) -> tuple[str, ...]:
-    """Returns the parts of an installed module's name; empty if not installed."""
     parts = Path(file).with_suffix("").parts if file else ()  # code without a file
     places = [n for n, part in enumerate(parts) if part in _PACKAGES]
     return tuple(part.casefold() for part in parts[places[-1] + 1 :]) if places else ()
@@ -207,7 +206,6 @@ def chain_text(chain: Sequence[Line], own: Line | None) -> str:
 
 
 def line_of(eqn: core.JaxprEqn) -> Line | None:
-    """Returns the user's line of a traced equation, or None."""
     traceback = getattr(eqn.source_info, "traceback", None)
     frames = () if traceback is None else traceback.frames
     found = own_line([Line(f.file_name, f.line_num, f.function_name) for f in frames])

@@ -91,7 +91,6 @@ def _taken(inner: Computation, value: Instruction, results: frozenset[Instructio
 
 
 def _is_a_view(i: Instruction) -> bool:
-    """Returns whether an instruction only renames the bytes of its operand."""
     if i.opcode == "fusion" and len(i.operands) == 1:
         inside = i.called[0].instructions
         return all(x.opcode == "parameter" or _is_a_view(x) for x in inside)

@@ -69,12 +69,10 @@ class Value(NamedTuple):
 
     @property
     def is_elementwise(self) -> bool:
-        """Returns whether each entry comes from one entry of each source."""
         return not self.multiplies and self.kind not in _ACROSS
 
     @property
     def is_scalar(self) -> bool:
-        """Returns whether it is one number, such as a norm or a loss."""
         arrays = self.instruction.arrays
         return self.element is None and all(not array.shape for array in arrays)
 

@@ -70,7 +70,6 @@ def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
 
 
 def _between(kernels: Sequence[str], places: range, last: int) -> list[int]:
-    """Returns indices for unknown kernels."""
     is_own = [not _is_memset(kernel) for kernel in kernels]
     # Before the first known kernel, take the last places. Elsewhere take the first places.
     chosen = places[max(0, len(places) - sum(is_own)) :] if last < 0 else places[: sum(is_own)]

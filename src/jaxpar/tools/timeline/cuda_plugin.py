@@ -10,7 +10,7 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 # Compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed. Little
 # depends on them: without a device no tiles are tuned.
-# A multiprocessor of the first has 164 KiB of shared memory, of the others 228 KiB.
+# A multiprocessor of the first GPU has 164 KiB of shared memory, of the others 228 KiB.
 _KNOWN = {
     "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 40 << 20, 1.41, 80 << 30, 2_039_000_000_000),
     "NVIDIA H100 80GB HBM3": ((9, 0), 132, 50 << 20, 1.98, 80 << 30, 3_352_000_000_000),

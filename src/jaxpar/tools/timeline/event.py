@@ -21,7 +21,7 @@ class Event:
     name: str  # of the HLO instruction
     op: str  # the operation of the traced program
     kind: Kind
-    row: str  # "compute", "memory", or where a transfer goes, such as "tp +1"
+    row: str  # "compute", or where a copy or a transfer goes, such as "memory" or "tp +1"
     start: float  # seconds
     end: float
     bytes: float = 0.0  # sent by one device
@@ -29,8 +29,8 @@ class Event:
     covers: tuple[str, ...] = ()  # matmuls between a transfer's start and its done
     is_matmul: bool = False
     queued: float = 0.0  # seconds for which a transfer's links were busy
-    latency: float = 0.0  # seconds of a transfer that any message takes
-    links: float = 0.0  # over which a device sends a transfer, on average
+    latency: float = 0.0  # seconds of a transfer besides those of its bytes
+    links: float = 0.0  # how many a device sends a transfer over, on average
 
     @property
     def seconds(self) -> float:

@@ -83,8 +83,8 @@ def matmul_floor(
       grad: counts three matmuls and twice the bytes.
 
     Returns:
-      A `Floor`. Its compute time is the compiler's for the matmul in one piece, compiled here. Its
-      transfers use the fewest links that a device has to its group; a GPU has one port.
+      A `Floor`. The matmul is compiled in one piece for its compute time. Its transfers use the
+      fewest links that a device has to its group. A GPU has one port.
 
     Raises:
       ValueError: no figures of the chip; subscripts that do not fit the shapes.
@@ -115,7 +115,6 @@ def matmul_floor(
 
 
 def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
-    """Returns the mesh positions of the devices in each ring."""
     names = axis_names(axis)
     along = [mesh.axis_names.index(name) for name in names]
     others = [place for place in range(mesh.devices.ndim) if place not in along]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 
 def traced_by_jax(traced: Any) -> Any:
-    """Returns JAX's stage, also out of a framework's stage."""
+    """Returns JAX's stage, which a framework's stage may contain."""
     return getattr(traced, "traced", traced)  # flax wraps JAX's
 
 
@@ -22,8 +22,8 @@ class Traced:
 
     Attributes:
       stage: of JAX.
-      is_of_function: whether compiling the function compiles this stage. Not for a framework's
-        function, nor if described devices cannot run what it computes during tracing.
+      is_of_function: whether compiling the function compiles this stage. It is False for a
+        framework's function, and if described devices cannot run what it computes during tracing.
     """
 
     stage: Any
@@ -53,7 +53,7 @@ def donated_by(traced: Any) -> set[core.Var]:
 
 
 def donated_inside(jaxpr: core.Jaxpr) -> set[core.Var]:
-    """Returns the arguments that inner jitted functions donate; the outer one then donates them."""
+    """Returns the arguments that inner jitted functions donate."""
     given = {
         var
         for eqn in jaxpr.eqns

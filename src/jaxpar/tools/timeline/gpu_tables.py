@@ -89,7 +89,7 @@ class GpuTables:
     def slower(self, matmuls: float, collectives: float) -> "GpuTables":
         """Returns the tables of a GPU that is slower by these factors.
 
-        Links more than twice as slow have unknown latencies, so they get no times.
+        Links more than twice as slow have unknown latencies, so collectives get no times.
         """
         return GpuTables(
             {key: _times(table, matmuls) for key, table in self.matmuls.items()},
@@ -146,7 +146,7 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
 
 
 def measured_on(kind: str) -> tuple[str, str] | None:
-    """Returns the GPUs on which the tables of `kind` were measured: matmuls, collectives."""
+    """Returns the GPUs on which a kind's tables of matmuls and collectives were measured."""
     keys = _keys(kind)
     return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
 
@@ -170,7 +170,6 @@ def tables_of(plugin: str, kind: str) -> GpuTables | None:
 
 
 def _matmuls(data: Any, key: str) -> dict[str, dict[Sizes, float]]:
-    """Reads a text of FLOPs per second."""
     times: dict[str, dict[Sizes, float]] = defaultdict(dict)
     start = data.find(_HEAD)
     if start >= 0:
@@ -232,7 +231,6 @@ def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
 
 
 def _number(data: Any, at: int) -> tuple[int, int]:
-    """Returns a varint and its end."""
     found = shift = 0
     while True:
         byte = data[at]

@@ -60,7 +60,7 @@ class Links:
             self.coords = coords - coords.min(axis=0)
             self.extent = self.coords.max(axis=0) + 1
             self.wraps = closed_dims(devices[0].device_kind, self.extent)
-            self.count = int(self.extent.prod()) * len(self.extent) * 2  # two at each end
+            self.count = int(self.extent.prod()) * len(self.extent) * 2  # two per node and dim
         else:
             self.host = np.array([_switch_of(device, chip) for device in devices])
             self.count = 4 * self.devices  # out and in, through the switch and through the network
@@ -111,7 +111,7 @@ class Links:
         return Route(ports, np.full(len(ports), seconds), 0), is_within
 
     def _lane(self, pairs: Pairs) -> str:
-        """Numbers rings over the same axes by appearance; a ring's first direction is `+`."""
+        """Returns a permute's row; rings over the same axes are numbered, first direction `+`."""
         name = lane_of(self.mesh, pairs)
         sources, targets = map(set, zip(*pairs, strict=True))
         if name == "itself" or name[-1:].isdecimal() or sources != targets:
@@ -123,7 +123,7 @@ class Links:
         return f"{name} ring {number}{'+' if set(pairs) == set(first) else '-'}"
 
     def used(self, transfer: Transfer) -> float:
-        """Returns a sender's links, on average."""
+        """Returns over how many links a device sends, on average."""
         if not self.chip.torus:
             return 1.0
         senders = np.unique(transfer.route.links // (2 * len(self.extent)))
@@ -145,7 +145,7 @@ class Links:
         return sent / (max(1, self.there) * self.chip.link)
 
     def within(self, groups: Groups) -> int:
-        """Returns the fewest links of a device to its group; a port counts as one."""
+        """Returns the fewest links that a device has to its group."""
         if not self.chip.torus:
             return 1
         return min(map(self._degree, groups))
@@ -176,7 +176,7 @@ class Links:
 
         A gather is one pass. A closed dimension has two directions. An open one has one, because
         data returns over the same links. Groups interleaved along one dimension share its links.
-        Over several dimensions only cores of the same chips do.
+        Over several dimensions, only cores of the same chips share.
         """
         members = np.array(groups)  # [groups, size]
         size = members.shape[1]
@@ -204,7 +204,6 @@ class Links:
         return max(chips.values())
 
     def _round(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
-        """Returns the links between consecutive members."""
         following = np.roll(members, -1, axis=-1)
         load = np.zeros(self.count)
         for source, target in ((members, following), (following, members)):
@@ -250,7 +249,7 @@ class Links:
     def _load(
         self, source: Int[np.ndarray, "messages"], target: Int[np.ndarray, "messages"]
     ) -> tuple[Float[np.ndarray, "links"], int]:
-        """Returns the messages over each link and the most hops; messages go axis by axis."""
+        """Returns the messages over each link and the most hops. Messages go axis by axis."""
         load = np.zeros(self.count)
         if not self.chip.torus:
             across = self.host[source] != self.host[target]

@@ -51,7 +51,6 @@ class MeasuredInstruction:
 def instructions_of(
     exposures: Exposures, predicted: Timeline | None, measured: Timeline
 ) -> tuple[MeasuredInstruction, ...]:
-    """Returns all instructions, the longest first."""
     expected = _seconds(() if predicted is None else predicted.events)
     found = _seconds(measured.events)
     both = [

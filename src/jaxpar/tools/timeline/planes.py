@@ -115,7 +115,7 @@ def _of_streams(plane: Any) -> Iterator[Ran]:
 
 
 def _of_threads(plane: Any) -> dict[int, list[Ran]]:
-    """Returns what ran on each CPU device; a number joins work to its later end."""
+    """Returns what ran on each CPU device; a number joins work to its end."""
     ran: list[tuple[int, Any, Ran]] = []
     ended: dict[Any, float] = {}
     for line in plane.lines:

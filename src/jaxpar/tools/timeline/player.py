@@ -34,7 +34,7 @@ FIRST_BYTE, REACHED_BY_GPUS, KERNEL = 1.2e-6, 0.88, 2e-6
 # The longest time of a TPU's matmul that does not wait for HBM, relative to its peak, in full tiles
 # of TILE rows, columns and depth. Fitted to half of 50 public measurements on v6e.
 SLOWEST, TILE = 1.2, 256
-# How many times longer than in XLA's table rows take that are not whole 16 bytes, on an H100.
+# A GPU's slowdown against XLA's table if rows are not whole 16 bytes, measured on an H100.
 UNALIGNED = 2.4
 # Results per cycle of a kernel's vector operations on one TPU core: 2.25 vectors of 8 x 128.
 # Fitted to attention's forward and backward kernels in one profile of v6e.
@@ -46,12 +46,12 @@ class Assumptions:
     """Assumptions of a timeline about quantities that depend on data.
 
     Attributes:
-      sent_rows: the most rows of its operand that a ragged all-to-all sends, with those that stay;
-        None: all.
+      sent_rows: the most rows that a ragged all-to-all sends, with those that stay; None: all of
+        its operand.
       grouped_rows: the most rows that a TPU's grouped matmul (`lax.ragged_dot`) multiplies; None:
         all.
-      trips: iterations of loops whose length depends on data, by a part of the loop's operation
-        name (see `jax.named_scope`); the first that fits. Other loops run once, and
+      trips: iterations of loops of unknown length, by a part of the operation's name (see
+        `jax.named_scope`); the first that fits. Other loops run once, and
         `Timeline.loops_of_unknown_length` names them.
 
     Example:
@@ -195,7 +195,7 @@ class Player:
         return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
-        """Returns a table's time, but at least that at peak."""
+        """Returns a table's time, or the time at peak if that is longer."""
         measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
         found = max(self._at_peak(matmul), measured or 0.0)
         return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
@@ -219,7 +219,7 @@ class Player:
         links, seconds = transfer.route.links, transfer.route.seconds
         latency = self.links.latency(transfer.route)
         begin = self.now if self.chip.torus else max(self.now, self.stream)
-        ends = np.maximum(self.free[links], begin) + seconds  # a link sends one by one
+        ends = np.maximum(self.free[links], begin) + seconds  # a link sends messages one by one
         first = float((ends - seconds).min()) if ends.size else begin
         end = float(ends.max(initial=begin)) + latency
         self.beyond += 0.0 if transfer.is_measured else end - first

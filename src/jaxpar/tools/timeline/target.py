@@ -140,23 +140,23 @@ def target(
     """Describes devices that need not be present, and makes a mesh of them.
 
     Args:
-      name: a TPU generation and slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; slices that
-        libtpu knows). Or a GPU and a number as in `"h100:8"`, or hosts x devices per host as in
-        `"h100:4x8"`. Or `"here"` for `jax.devices()`; CPUs have no figures. The CUDA plugin
-        describes the GPUs, named as `"h100-pcie"`; with jax 0.10 only a100, h100, h200 and b200.
+      name: for TPU a generation and a slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; slices
+        that libtpu knows). For GPU a name and a number as in `"h100:8"`, or hosts x devices per
+        host as in `"h100:4x8"`. The CUDA plugin describes the GPUs, by names such as `"h100-pcie"`.
+        With jax 0.10 only a100, h100, h200 and b200 work. `"here"` means `jax.devices()`; CPUs have
+        no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
-      figures: `"measured"`: links fitted to public measurements (TPUs except v4, networks of GPU
-        hosts), and XLA's tables for GPUs. `"book"`: the vendor's links, a microsecond per hop,
-        rooflines for GPUs.
+      figures: `"measured"` uses links fitted to public measurements (TPUs except v4, networks of
+        GPU hosts), and XLA's tables for GPUs. `"book"` uses the vendor's links with a microsecond
+        per hop, and rooflines for GPUs.
 
     Returns:
       A `Target`. Described devices cannot run anything.
 
     Raises:
       ImportError: the compiler is not installed; the message names the extra that brings it.
-      ValueError: an unknown chip or slice; axes that do not fit the number of devices; other
-        `figures`.
+      ValueError: an unknown chip or slice; axes that do not fit the devices; unknown `figures`.
 
     Example:
       >>> from jaxpar.schedule import target
@@ -248,7 +248,7 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
             )
     layout = f"1x{hosts}x{prod(sizes) // hosts}"  # slices, hosts, devices per host
     describe = partial(get_topology_desc, name, "cuda", target_config=text, topology=layout)
-    # Otherwise the plugin registers only with the libraries that run programs.
+    # Otherwise the plugin registers only if the libraries that run programs are installed.
     with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
         try:
             return list(describe().devices)

@@ -1,7 +1,6 @@
 """Compiled programs and their timelines.
 
-Time is *exposed* while a device only waits for a transfer. A *roofline* is the longer of two times:
-FLOPs at peak, or bytes at the memory's full speed.
+Time is *exposed* while a device only waits for a transfer.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ def replayed(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Returns a `jax.jit` function that repeats a traced one, and its arguments.
 
-    It donates the given variables. New values of arguments that a framework changes in place
-    (modules of Flax NNX) are among its results.
+    It donates the given variables. Its results include arguments that a framework changes in place.
     """
     leaves, closed = jax.tree.leaves(tuple(args)), traced.jaxpr
     places = list(_places(closed.in_avals, leaves))
@@ -228,10 +226,7 @@ def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[in
 
 
 def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
-    """Yields the leaf of each argument of a traced program.
-
-    A framework may trace an array that two modules share once.
-    """
+    """Yields the leaf of each traced argument; frameworks may trace a shared array once."""
     found = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
     if len(found) > len(inputs):
         found = sorted({id(leaves[place]): place for place in reversed(found)}.values())
@@ -328,13 +323,14 @@ def timeline(
     """Simulates a compiled program's schedule on a model of its chip.
 
     The compiler sets the order of instructions, starts and dones. A TPU's matmul takes the
-    compiler's cycles, limited by its bytes and FLOPs. A pass over memory takes the time of its
-    bytes. GPU matmuls and collectives take XLA's measured times if the CUDA plugin has them,
-    otherwise a roofline. A kernel's FLOPs and bytes come from its estimate or its jaxpr; on TPU its
-    vector operations are a lower limit. In a grouped matmul, a tile that two groups share counts
-    twice. A transfer takes its start, a latency per hop, and its bytes over its links' bandwidth.
-    Transfers that share a link run one by one. Transfers take no memory bandwidth, and those of a
-    SparseCore no compute: their contention is not published.
+    compiler's cycles, up to a limit from its bytes and FLOPs. A pass over memory takes the time of
+    its bytes. GPU matmuls and collectives take XLA's measured times if the CUDA plugin has them.
+    Otherwise they take a roofline: the longer of FLOPs at peak and bytes at full speed. A kernel's
+    FLOPs and bytes come from its estimate or its jaxpr. On TPU its vector operations are a lower
+    limit. In a grouped matmul, a tile that two groups share counts twice. A transfer takes its
+    start, a latency per hop, and its bytes over its links' bandwidth. Transfers that share a link
+    run one by one. A done instruction waits for its transfer. Transfers take no memory bandwidth,
+    and those of a SparseCore no compute, because their contention is not published.
 
     Args:
       program: from `compile_for`.
@@ -386,7 +382,6 @@ def timeline(
 
 
 def _require_possible(program: CompiledProgram, played: Timeline, links: Links) -> None:
-    """Raises an error for a prediction that no chip can reach."""
     least = [links.least(one) for one in played.transfers]
     for one, seconds in zip(played.transfers, least, strict=True):
         taken = one.seconds - one.latency

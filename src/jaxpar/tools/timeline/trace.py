@@ -49,12 +49,10 @@ def read_trace(
       run: which run, from 0; by default the one of median length.
 
     Returns:
-      A `Timeline` in seconds from the start of the run. Its `runs` are the seconds of each recorded
-      run, its `estimate` is `"measured"`.
+      A `Timeline` in seconds from the start of the run. Its `runs` are the lengths of all runs.
 
     Raises:
-      ValueError: no trace in the folder; an unknown device or run; no instruction of the program in
-        the trace.
+      ValueError: no trace in the folder; an unknown device or run; no instruction of the program.
       TypeError: `program` is not from `compile_for`.
 
     Example:
@@ -135,7 +133,10 @@ def _once(program: CompiledProgram | None) -> set[str]:
 def _ran_of(
     program: CompiledProgram | None, device: Device, known: Mapping[str, Operation]
 ) -> list[Ran]:
-    """Returns what ran of a program, the one with most of its time; without `program` of any."""
+    """Returns what ran of a program: of several with its name, the one with most of its time.
+
+    Without `program`, returns the one that took the most time.
+    """
     programs = device.programs()
     if program is None:
         return max(programs.values(), key=_length)

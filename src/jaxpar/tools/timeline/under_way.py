@@ -31,7 +31,7 @@ class UnderWay(Generic[Held]):
     def end(self, done: Done) -> Open[Held] | None:
         """Removes and returns the start that a done waits for, or None.
 
-        If it uses none, a loop carries it: the oldest with the same `pair` counts.
+        If the done uses no open start, a loop carries it: the oldest with the same `pair` counts.
         """
         carried = (one for one in self.open if one.start.pair == done.pair)
         found = self.used(done) or next(carried, None)
