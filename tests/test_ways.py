@@ -313,7 +313,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["chosen:broken"], 1, "RuntimeError: no weights"),
         (["chosen:nothing"], 2, "no function 'nothing'"),
-        (["chosen:step", "--mesh", "tp=3"], 2, "tp=3 = 3 devices, but there are 8"),
+        (["chosen:step", "--mesh", "tp=3"], 2, "--mesh tp=3 takes 3 devices, but there are 8"),
         (["chosen:step", "--target", "v5e:2x4,v6e:2x4"], 2, "names several; ways takes one"),
         (["chosen:step", "--json", "no/where.json"], 2, "no/where.json"),
     ],

@@ -23,7 +23,7 @@ def test_reports_on_terminal_json_and_plot(tmp_path, capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
     assert "8 x cpu | mesh tp=8, ring tp | float32 | jax" in text
-    assert "CPU devices share the cores" in text
+    assert "simulated CPU devices that share the cores" in text
     for op in ops.split(","):
         for phase in ("forward", "forward+backward"):
             assert f"{op} 16x16x16, {phase}\n" in text
@@ -88,8 +88,11 @@ def test_other_meshes_and_dtypes(mesh, axis, ring, capsys):
             "does not divide it (1001 = 125 x 8 + 1); use M = 1000 or 1008, or another --mesh",
         ),
         ("--shapes 16x16x4", "(4 = 0 x 8 + 4); use N = 8, or another --mesh"),
-        ("--mesh tp=4", "--mesh tp=4: tp=4 = 4 devices, but there are 8; a size of -1 takes the 8"),
-        ("--mesh dp=3,tp=-1", "(8 = 2 x 3 + 2); a size of -1 takes the 8 devices"),
+        ("--mesh tp=3", "--mesh tp=3 takes 3 devices, but there are 8; use --mesh tp=8\n"),
+        ("--mesh dp=3,tp=4", "dp=3,tp=4 takes 12 devices, but there are 8; use --mesh dp=2,tp=4\n"),
+        ("--mesh dp=3,tp=3", "dp=3,tp=3 takes 9 devices, but there are 8; use --mesh dp=1,tp=8\n"),
+        ("--mesh dp=3,tp=-1", "(8 = 2 x 3 + 2); the other sizes must divide 8\n"),
+        ("--mesh dp=-1,tp=-1", "are -1; give the sizes of all of them but one"),
         ("--mesh 8", "--mesh 8: axes '8': '8' is not of the form name=size"),
         ("--axis dp", "--axis dp must name distinct axes of the mesh, which has tp"),
         ("--axis tp,tp", "--axis tp,tp must name distinct axes"),

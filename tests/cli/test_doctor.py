@@ -15,7 +15,8 @@ def test_it_says_what_is_there_and_that_collectives_are_right(capsys, tmp_path):
     assert main(["doctor", "--json", str(tmp_path / "found.json")]) == 0
     text = capsys.readouterr().out
     assert f"jax {jax.__version__}" in text
-    assert "8 of 8 x cpu" in text
+    assert "no accelerator; 8 simulated CPU devices, which share the cores of this host" in text
+    assert "x cpu" not in text
     assert text.count(": installed") + text.count(": lacks") == len(doctor_command.EXTRAS)
     found = json.loads((tmp_path / "found.json").read_text())
     names = [check["name"] for check in found["checks"]]
@@ -78,7 +79,7 @@ GOOD = {"jax": "0.12.0", "jaxlib": "0.12.0"}
             "JAX refuses both",
         ),
         ({}, {"LIBTPU_INIT_ARGS": "--xla=1"}, {}, "predict compiles with it"),
-        ({}, {"JAX_DISABLE_JIT": "1"}, {}, "right and slow"),
+        ({}, {"JAX_DISABLE_JIT": "1"}, {}, "right but slow"),
         ({"jax": "0.10.2", "jaxlib": "0.10.2"}, {}, {}, "check_vma=False"),
     ],
 )
@@ -130,6 +131,7 @@ def test_two_processes_run_collectives_together():
     (first, error, status), (second, its_error, its_status) = _processes("01")
     assert (status, its_status) == (0, 0), error + its_error
     assert "process 0 of 2" in first
+    assert "4 simulated CPU devices, of 8 in all processes" in first
     assert "collectives over 8 devices" in first
     assert "Gloo" not in first
     assert second == ""

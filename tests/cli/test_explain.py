@@ -90,7 +90,7 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "1. " in printed
     assert "all-gather over tp, 1 run, 1.5 MiB sent by a device" in printed
     assert f"where: slow.py:{LINE} in step, forward" in printed
-    assert "x; dimension 0 lies over 'tp' and was wanted whole" in " ".join(printed.split())
+    assert "x; dimension 0 is sharded over 'tp' and is needed unsh" in " ".join(printed.split())
     assert "edit:  " in printed
     assert "gain:  " in printed
     assert "in memory at the peak:" in printed
@@ -166,7 +166,7 @@ def test_of_a_measured_run(model, capsys, monkeypatch):
     text = " ".join(printed.split())
     assert "a step on here (tp=8) took " in text
     assert "measured, one of 2 runs, which took " in text
-    assert "gain: cannot be told: nothing is predicted for this chip" in text
+    assert "gain: unknown: nothing is predicted for this chip" in text
     assert "predicted and measured: predicted measured ratio - " in text
     assert f"where: slow.py:{LINE} in step, forward" in text
     record = json.loads((model / "a.json").read_text())

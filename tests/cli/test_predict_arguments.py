@@ -152,7 +152,7 @@ def test_help_says_what_it_is_and_has_examples(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["predict", "--help"])
     text = capsys.readouterr().out
-    for expected in ("not a measurement", "milliseconds", "examples:", "ui.perfetto.dev"):
+    for expected in ("not measured", "milliseconds", "examples:", "ui.perfetto.dev"):
         assert expected in text
 
 

@@ -80,7 +80,7 @@ def test_operations_to_all_outputs(tmp_path, capsys):
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
     assert "v5e:2x2 | 4 x TPU v5 lite | mesh tp=4, ring tp | bfloat16 forward\n" in out
-    assert "not a measurement" in " ".join(out.split())
+    assert "not measured" in " ".join(out.split())
     assert "async 3/3, over matmuls 3/3" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert any(e["ph"] == "X" for e in json.loads(trace.read_text())["traceEvents"])
@@ -96,6 +96,17 @@ def test_operations_to_all_outputs(tmp_path, capsys):
         assert row["timeline"]["sent_bytes"] == 1024 * 1024 * 2 * 3 / 4
     assert entry["facts"]["versions"].keys() == {"jax", "libtpu"}
     assert entry["facts"]["chip"]["link"] == 4.32e10
+
+
+def test_one_error_of_all_rows_is_printed_once(monkeypatch, capsys):
+    monkeypatch.setattr(predict_command, "run_all", run_all_here)
+    wrong = ["--compiler-options", "xla_no_such=true", "--no-cache", "--target", "v5e:2x2"]
+    assert main([*SMALL, *wrong]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == err.count("No such compile option") == 1
+    rows = "gather-lhs-rows 1024x1024x4096 (naive, unidirectional, bidirectional, auto)\n"
+    assert err.endswith(f"; in 4 rows: v5e:2x2 {rows}")
 
 
 def test_gradients_move_more_and_compute_more(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxpar.tools.cli.predict_command import failure_lines
 from jaxpar.tools.cli.predict_results import (
     Failure,
     TargetResults,
@@ -51,7 +52,7 @@ def test_table(report, request_made):
     assert "naive 4.000 2.000 2.00 50.0% 3.00 0.0 1 synchronous" in lines
     assert "bidirectional 2.100 2.000 1.05 3.8% 3.00 0.0 async 3/3, over matmuls 2/3" in lines
     assert "auto the same as bidirectional" in lines
-    assert "not a measurement" in text
+    assert "not measured" in text
     assert "~" not in text
 
 
@@ -65,7 +66,7 @@ def test_table_names_the_floor_of_one_ring_where_it_is_higher(report, request_ma
 def test_table_marks_rooflines(report, request_made):
     text = printed(as_gpu(report), request_made)
     assert "~4.000   ~2.000  2.00  ~50.0%" in text
-    assert "~ These times are rooflines" in text
+    assert "~ Some or all of these times are rooflines" in text
 
 
 @pytest.mark.parametrize("what", ["loops_of_unknown_length", "kernels_of_unknown_cost"])
@@ -110,13 +111,33 @@ def test_table_warns_of_links_that_rings_share(report, request_made):
         return " ".join(printed(changed, request_made).split())
 
     plane = replace(report.facts, ring=("x", "y"), links_apart=2, disjoint=True)
-    assert "so that transfers share links; those of multi-ring do not" in words(plane)
+    assert "so transfers share links; transfers of multi-ring do not" in words(plane)
     disjoint = [replace(p, same_as="multi-ring") for p in report.predictions]
     assert "links apart" not in words(plane, disjoint)
     open_ = replace(plane, disjoint=False, not_closed=("the ends of y are 3 links apart",))
-    assert "share none: the ends of y are 3 links apart; auto does not take" in words(open_)
+    assert "share no link: the ends of y are 3 links apart; auto does not" in words(open_)
     one_ring = [replace(p, mode="bidirectional", same_as=None) for p in report.predictions]
-    assert "share none" not in words(open_, one_ring)
+    assert "share no link" not in words(open_, one_ring)
+
+
+def test_a_reason_of_several_failures_is_told_once():
+    def failed(target, reason, *labels):
+        return TargetResults(target, failures=[Failure(label, reason) for label in labels])
+
+    reports = [
+        failed("v5e:2x2", "ValueError: no", "scatter 8x8x8 naive", "scatter 8x8x8 auto"),
+        failed("h100:8", "ValueError: no", "scatter 8x8x8 auto", "gather 8x8x8 auto"),
+        failed("v4:2x2x1", "TypeError: other", "model:f"),
+    ]
+    assert failure_lines(reports) == [
+        "ValueError: no; in 4 rows: v5e:2x2 scatter 8x8x8 (naive, auto), h100:8 scatter 8x8x8 "
+        "(auto), h100:8 gather 8x8x8 (auto)",
+        "v4:2x2x1 model:f: TypeError: other",
+    ]
+    assert failure_lines([failed("a:1", "no", ""), failed("b:2", "no", "")]) == [
+        "no; in 2 targets: a:1, b:2"
+    ]
+    assert failure_lines([]) == []
 
 
 def test_results_survive_json(report, request_made):
@@ -132,7 +153,7 @@ def test_json_has_all(report, request_made, tmp_path):
     report.failures.append(Failure("scatter-rows 8x8x8 naive", "ValueError: no"))
     write_json(str(path), [report], [request_made])
     record = json.loads(path.read_text())
-    assert "not a measurement" in record["note"]
+    assert "not measured" in record["note"]
     [entry] = record["targets"]
     assert entry["request"]["compiler_options"] == {"xla_a": True}
     assert entry["facts"]["chip"]["link"] == 4.5e10
@@ -152,7 +173,7 @@ def test_trace_is_what_perfetto_reads(report, tmp_path):
     path = tmp_path / "trace.json"
     write_trace(str(path), [report])
     record = json.loads(path.read_text())
-    assert "not a measurement" in record["otherData"]["note"]
+    assert "not measured" in record["otherData"]["note"]
     events = record["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {

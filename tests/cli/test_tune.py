@@ -48,13 +48,17 @@ def make_dying(mesh):
     def dies(*args):
         with open("traced", "a") as file:
             file.write("x")
-        if os.path.getsize("traced") == 3:  # auto, naive, the next one
+        if os.path.getsize("traced") == 4:  # call sites, auto, the first algorithm, the next one
             os.abort()
         return function(*args)
     return dies, args
 
 def plain(x):
     return 2 * x
+
+def named(x):
+    local = lambda x: jaxpar.all_gather_matmul(x, x.T @ x, "tp", mode="naive")
+    return jax.shard_map(local, in_specs=P("tp"), out_specs=P(), check_vma=False)(x)
 
 def broken(x):
     raise RuntimeError("no such\\nluck")
@@ -319,7 +323,7 @@ def test_timed_and_loaded(here, slow_auto, capsys):
     assert all(backward[mode].startswith("the same program") for mode in ("naive", "bidirectional"))
     assert found.sites[SITE]["forward"] in forward
     assert found.sites[SITE]["backward"] == AUTO
-    assert "--grad has them taken" in " ".join(out.split())
+    assert "takes no gradients itself, --grad adds them" in " ".join(out.split())
     shown = "--modes naive,bidirectional --repeats 3 -o tuned.json"
     assert found.command == f"jaxpar tune model:mlp {shlex.join(ARGS)} --mesh tp=8 {shown}"
     assert 0 < found.milliseconds["tuned"] <= found.milliseconds["auto"]
@@ -332,14 +336,28 @@ def test_arguments_that_a_call_uses_up(here):
     assert Tuning.read("tuned.json").tried[SITE]["forward"]["unidirectional"] > 0
 
 
-def test_a_program_without_auto(here, capsys):
-    assert main(["tune", "model:plain", "--args", "f32[8]@tp", "--repeats", "1"]) == 0
-    assert 'no call site has mode="auto"' in capsys.readouterr().out
-    assert Tuning.read("tuned.json").sites == {}
+@pytest.mark.parametrize("function", ["plain", "named"])
+@pytest.mark.parametrize("target", [[], ["--target", "v5e:2x4"]])
+def test_a_program_without_a_call_site_is_refused_and_not_compiled(
+    function, target, here, monkeypatch, tmp_path, capsys
+):
+    def compiled(*args, **more):
+        raise AssertionError
+
+    monkeypatch.setattr(tune_worker, "compile_for", compiled)
+    monkeypatch.setattr(Timed, "_compile", compiled)
+    assert main(["tune", f"model:{function}", "--args", "f32[64,16]@tp", *target]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        f"jaxpar tune: error: model:{function} has no call site of jaxpar with mode='auto', so "
+    )
+    assert err.count("\n") == 1
+    assert not (tmp_path / "tuned.json").exists()
 
 
 def test_a_process_that_dies_loses_nothing(monkeypatch, capsys):
-    """That of the second way, the third program; another one goes on behind it."""
+    """The process of the second algorithm dies; another process continues after it."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     words = ["--modes", "chunked-2,unidirectional,bidirectional", "--repeats", "1"]
     assert main(["tune", "model:make_dying", *words]) == 0
@@ -381,4 +399,4 @@ def test_what_is_refused_is_one_line(args, status, text, here, capsys):
 def test_several_processes_are_refused(here, monkeypatch, capsys):
     monkeypatch.setattr(tune_worker.jax, "process_count", lambda: 2)
     assert main(["tune", "model:mlp", *ARGS]) == 2
-    assert "there are 2 processes, of which each would choose by its" in capsys.readouterr().err
+    assert "there are 2 processes, and each would choose by its" in capsys.readouterr().err

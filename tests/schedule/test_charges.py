@@ -80,7 +80,7 @@ def test_what_is_small_and_stands_behind(tpu):
     causes = {finding.of.name: finding for finding in explain(tpu, tries=0).findings}
     assert causes[small.name].cause == "latency"
     assert causes[up.name].cause == "links busy"
-    assert "others stand behind it" in causes[up.name].why
+    assert "other transfers queue behind it" in causes[up.name].why
     assert up.after.startswith("the wait for ppermute (test_charges.py:")
 
 

@@ -261,8 +261,8 @@ def test_the_compiler_s_gather_by_a_sum():
     (finding, *_) = explain(compile_for(lambda x, w: x @ w, chosen, x, w), tries=0).findings
     assert (finding.of.collective, finding.cause) == ("all-reduce", "in disguise")
     assert "it is a gather in disguise" in finding.why
-    assert "writes its bf16[32,4096] into zeros, and all of bf16[2048,4096]" in finding.why
+    assert "writes its bf16[32,4096] into zeros, and the full bf16[2048,4096]" in finding.why
     assert "twice the bytes" in finding.why
     assert "all_gather over b, then over a" in finding.edit
     assert "make_mesh('a=16,b=4')" in finding.edit
-    assert finding.of.moved.startswith("bf16[32,4096] of each device, w; it lies in parts")
+    assert finding.of.moved.startswith("bf16[32,4096] of each device, w; it is sharded")

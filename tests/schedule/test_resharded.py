@@ -152,7 +152,7 @@ def test_it_is_said_before_it_is_tried():
     record = found.record()
     assert record["findings"][0]["gain"] is None
     text = " ".join(found.text().split())
-    assert re.search(r"gain: not tried: \d+ edits would take more tries", text)
+    assert re.search(r"gain: not tried: \d+ more edits can be tried: raise tries", text)
     assert "gain: none" not in text
 
 
@@ -260,11 +260,11 @@ def test_an_edit_that_was_not_tried_is_not_said_to_gain_nothing():
     finding = {**record["findings"][0], "tried": [{"edit": "another", "seconds": 1.0, "peak": 1}]}
     assert gain(record, finding).startswith("not tried: ")
     assert gain(record, {**finding, "gain": 0.0, "left": 2}).endswith(
-        "another: 1000000 us; 2 edits would take more tries"
+        "another: 1000000 us; 2 more edits can be tried: raise tries"
     )
     page = page_of({**record, "findings": [finding]})
     assert "not tried: " in page
-    assert "none; tried" not in page
+    assert "none; the" not in page
 
 
 def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_naive_fails_and_the_text_says_why():
         r"    test_compiled\.py:\d+ in <lambda>, in all_gather_matmul\[tp\]/naive, forward", line
     )
     assert why.startswith("    synchronous: the compiler of TPU v5 lite makes this all-gather")
-    assert edit.startswith("    edit: write it as permutes beside a matmul")
+    assert edit.startswith("    edit: write it as permutes that overlap with a matmul")
     assert remedy.startswith("Remedy: ")
     assert "jaxpar explain" in remedy
     assert_overlapped(layer("naive"), "v5e:2x2", X, W, exposed_at_most=0.5)
@@ -92,7 +92,8 @@ def test_a_resharding_is_told_with_its_line_and_how_the_array_lies():
     number = resharded.__code__.co_firstlineno + 1
     assert line == f"    test_compiled.py:{number} in resharded, forward"
     assert moved == (
-        "    bf16[256,1024] of each device, x; dimension 0 lies over 'tp' and was wanted whole"
+        "    bf16[256,1024] of each device, x; dimension 0 is sharded over 'tp' and is needed "
+        "unsharded"
     )
     assert remedy.startswith("Remedy: give each array where it is made the sharding")
 

@@ -1,1 +1,1 @@
-"""The commands of `jaxpar`, and what the benchmarks share with them."""
+"""The commands of `jaxpar`."""

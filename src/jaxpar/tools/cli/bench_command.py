@@ -1,4 +1,4 @@
-"""`jaxpar bench`: the overlapped matmuls timed against the naive ones, in one run, and reported."""
+"""`jaxpar bench`: times the overlapped matmuls against the naive ones."""
 
 import argparse
 import json
@@ -54,8 +54,8 @@ from jaxpar.tools.private_names import MODES as ALL_MODES
 from jaxpar.tools.private_names import write_text, written
 
 CPU_NOTE = (
-    "CPU devices share the cores of their host: these ratios show the overhead of a mode, "
-    "not how well it overlaps transfers with matmuls."
+    "These are simulated CPU devices that share the cores of their host. The ratios show the "
+    "overhead of a mode, not how well it overlaps transfers with matmuls."
 )
 
 _COLUMNS = [
@@ -71,8 +71,6 @@ _COLUMNS = [
 
 @dataclass(frozen=True)
 class Run:
-    """What every row of a run has in common."""
-
     device_kind: str
     platform: str
     devices: int
@@ -85,12 +83,11 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to judge the ratios."""
+        """Returns what a reader must know to judge the ratios."""
         return [CPU_NOTE] if self.platform == "cpu" else []
 
 
 def header(run: Run) -> str:
-    """The line above the table: where and on what the times were taken."""
     mesh = ",".join(f"{name}={size}" for name, size in run.mesh.items())
     processes = f" in {run.processes} processes" if run.processes > 1 else ""
     return (
@@ -100,7 +97,6 @@ def header(run: Run) -> str:
 
 
 def print_header(run: Run, console: Any) -> None:
-    """Prints what is being measured, before the minutes that it takes."""
     escape = require_extra("rich.markup").escape
     console.print(f"[bold]jaxpar bench[/] | {escape(header(run))}", highlight=False)
     for note in run.notes:
@@ -108,7 +104,7 @@ def print_header(run: Run, console: Any) -> None:
 
 
 def print_table(rows: Sequence[Row], console: Any) -> None:
-    """Prints a section a case. Colour marks ratios whose quartiles lie on one side of 1."""
+    """Prints a section a case; a ratio has a colour if its quartiles are on one side of 1."""
     print_rows(console, _COLUMNS, [], show_header=True)
     case = None
     for (op, shape, phase), group in groupby(rows, lambda row: (row.op, row.shape, row.phase)):
@@ -118,9 +114,9 @@ def print_table(rows: Sequence[Row], console: Any) -> None:
         console.print(f"[bold]{op} {shape}, {phase}[/]", highlight=False)
         print_rows(console, _COLUMNS, map(_cells, group))
     console.print(
-        "\nms: median. ratio: median of the ratios to naive, taken round by round; quartiles: "
-        "theirs.\ntemp: XLA's temporary memory. sent: what a device sends. Both for one device and "
-        "call.",
+        "\nms: median. ratio: median of the ratios to naive, round by round; quartiles: of these "
+        "ratios.\ntemp: XLA's temporary memory. sent: bytes that a device sends. Both are for one "
+        "device and one call.",
         style="dim",
         highlight=False,
     )
@@ -149,7 +145,6 @@ def write_json(
     host: Host,
     refusals: Sequence[Refusal],
 ) -> None:
-    """Writes one object: what the run had in common, `rows` with all raw times, and `refused`."""
     record = {
         "jaxpar": jaxpar.__version__,
         "jax": jax.__version__,
@@ -172,7 +167,7 @@ def _row_record(row: Row, figures: Figures | str) -> dict[str, Any]:
     }
 
 
-# Two hues of the Okabe-Ito palette, which colour-blind readers tell apart, and two marks.
+# Hues of the Okabe-Ito palette, which is safe for colour-blind readers.
 _STYLES = {
     "unidirectional": ("#0072B2", "o"),
     "bidirectional": ("#D55E00", "D"),
@@ -185,7 +180,7 @@ _STYLES = {
 
 
 def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
-    """Draws the median ratio of every mode but naive, with whiskers from quartile to quartile."""
+    """Draws the median ratio and the quartiles of every mode but naive."""
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
     cases = list(dict.fromkeys((row.op, row.shape) for row in rows))
     figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=150)
@@ -193,7 +188,7 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
     for panel, phase in zip(panels, PHASES, strict=True):
         _draw_panel(panel, cases, [row for row in rows if row.phase == phase])
         panel.set_title(phase.replace("+", " + "), fontsize=10, loc="left")
-        panel.set_xlabel("time / time of naive in the same round (less is faster)", fontsize=8)
+        panel.set_xlabel("time / time of naive in the same round (less is better)", fontsize=8)
     panels[0].set_yticks(range(len(cases)), [f"{op}\n{shape}" for op, shape in cases], fontsize=8)
     panels[0].set_ylim(len(cases) - 0.5, -0.5)
     title = "\n".join([header(run), *run.notes])
@@ -236,41 +231,40 @@ def _draw_panel(panel: Any, cases: list[tuple[str, str]], rows: Sequence[Row]) -
 DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
 
 DESCRIPTION = """\
-Times the overlapped matmuls on the devices present: the naive form (XLA's own collective beside one
-matmul) against the ring that sends one way and the ring that sends both ways, or other modes.
+Times the overlapped matmuls on your devices. The naive mode is one matmul and XLA's own collective.
+It is compared with a ring in one direction, a ring in both directions, or other modes.
 
-Each result is first checked against a float64 reference; a case with a wrong result is not timed
-and ends the command with status 1. The modes then take turns, round by round, forward and
-forward+backward, the gradients being those of both operands.
+Each result is first checked against a float64 reference. A case with a wrong result is not timed,
+and the command then ends with status 1. The modes run one after another in each round, forward and
+forward+backward. The gradients are those of both operands.
 """
 EPILOG = """\
 reading the table:
-  ms         median time of a call, in milliseconds, of process 0
-  ratio      median over the rounds of the time divided by that of naive in the same round
-  quartiles  25% and 75% of those ratios
-  temp MiB   temporary memory a device needs (memory_analysis of the compiled program)
-  sent MiB   what a device sends in one call; XLA's collectives as rings of least traffic
+  ms         median time of a call in milliseconds, on process 0
+  ratio      time over the time of naive in the same round; the median of all rounds
+  quartiles  25% and 75% of these ratios
+  temp MiB   temporary memory of a device (memory_analysis of the compiled program)
+  sent MiB   bytes that a device sends in one call; XLA's collectives count as their best rings
 Along mesh axes outside the ring everything is replicated: each ring does the same work.
 
-A second table, of chips that figures are published of: is it as fast as it should be?
-  bound      no form is faster: FLOPs at peak, or bytes over all links
-  predicted  this program on the model of the chip, as `jaxpar predict` plays it
+A second table, for chips with published figures: is it as fast as it should be?
+  bound      no mode is faster: FLOPs at peak, or bytes over all links
+  predicted  the time of this program, simulated as by `jaxpar predict`
   public     the rate of the nearest measurement on this kind of chip, with its source
-Of the fastest mode it names what takes the time beyond the bound: transfers and the option that
-would free them, a ring without links of its own, sizes and dtypes, the host, slow clocks.
+Below it are reasons why the fastest mode is slower than the bound: transfers, links, sizes, dtypes,
+the host, slow clocks.
 
 examples:
   jaxpar bench
   jaxpar bench --ops scatter-rows,all-reduce --shapes 4096x4096x4096 --dtype bfloat16
   jaxpar bench --mesh dp=2,tp=4 --json bench.json --plot bench.png
-two processes, of four CPU devices each where there are no others:
+two processes, with four CPU devices each if there is no accelerator:
   jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 0 &
   jaxpar bench --coordinator localhost:9876 --num-processes 2 --process-id 1
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `bench` to the subcommands of `jaxpar`."""
     what = "time the overlapped matmuls against the naive ones"
     parser = add_command(commands, "bench", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
@@ -280,27 +274,26 @@ def add_parser(commands: Any) -> None:
     add(
         "--modes",
         default=",".join(MODES[1:]),
-        help=f"against naive, of {', '.join(ALL_MODES)} (default: %(default)s)",
+        help=f"modes to compare with naive: some of {', '.join(ALL_MODES)} (default: %(default)s)",
     )
     add(
         "--repeats",
         type=int,
         default=20,
-        help="rounds of forward; forward+backward gets a third (default: %(default)s)",
+        help="rounds of forward; a third of them for forward+backward (default: %(default)s)",
     )
-    add("--json", metavar="FILE", help="write everything that was measured, all times included")
+    add("--json", metavar="FILE", help="write everything that was measured, with all times")
     add("--plot", metavar="FILE.png", help="draw the ratios")
     add_processes(add)
     parser.set_defaults(run=run, ops=",".join(DEFAULT_OPS), shapes=DEFAULT_SHAPES, dtype="float32")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns the exit status."""
     return status_of("jaxpar bench", partial(_run, args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    # All that can be refused is refused before the minutes of measuring.
+    # Refuse bad arguments before the minutes of measuring.
     ops, shapes = parse_ops(args.ops), parse_shapes(args.shapes)
     dtype = parse_dtype(args.dtype)
     modes = tuple(dict.fromkeys(["naive", *parse_names("--modes", args.modes, ALL_MODES)]))
@@ -375,5 +368,4 @@ def _make_mesh(axes: str) -> Mesh:
     try:
         return jaxpar.make_mesh(axes)
     except ValueError as reason:
-        left = f"the {jax.device_count()} devices that the other axes leave"
-        raise UsageError(mesh_error(axes, reason, left)) from None
+        raise UsageError(mesh_error(axes, reason)) from None

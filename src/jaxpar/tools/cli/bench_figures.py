@@ -1,4 +1,4 @@
-"""What stands beside a measured time: its bound, its prediction, and the nearest public row."""
+"""Figures to compare a measured time with: its bound, its prediction, the nearest public row."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import between_slices, target_of
 
-SLOW = 1.15  # times its bound: from there on reasons are given
-POSSIBLE = 0.97  # times its bound: below it, figures of the chip do not hold
+SLOW = 1.15  # times its bound: slower rows get reasons
+POSSIBLE = 0.97  # times its bound: faster rows contradict the figures of the chip
 _HARMLESS = ("xla_dump", "xla_force_host_platform_device_count", "megascale")
 
 
 @dataclass(frozen=True)
 class Public:
-    """The nearest public measurement, and its rate in the unit of what it is compared with."""
+    """The nearest public measurement; its rate is in the unit of the measured one."""
 
     name: str
     what: str
@@ -47,17 +47,16 @@ class Public:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one measured row is held against.
+    """The figures that one measured row is compared with.
 
     Attributes:
-      bound: seconds that no form of the matmul beats: its FLOPs at peak, or its bytes over all
-        links between the devices of a group.
-      predicted: seconds of this form, as it was compiled; None where it cannot be predicted.
-      is_least: whether the prediction lacks what depends on data, or a kernel of unknown cost.
-      estimate: where times of matmuls come from, or why there is no prediction.
-      bands: how far predictions of such work were off.
-      rate: of the measured time, in `unit`: of what is multiplied, or of what is sent.
-      public: None where there is no row of the chip and kind.
+      bound: seconds of the FLOPs at peak, or of the bytes over all links of a group.
+      predicted: seconds of this mode; None if it cannot be predicted.
+      is_least: whether the prediction is a lower bound.
+      estimate: the source of matmul times, or why there is no prediction.
+      bands: errors of such predictions.
+      rate: the measured rate, in `unit`.
+      public: None if no public row fits.
       reasons: why the measured time is longer than the bound.
     """
 
@@ -73,7 +72,7 @@ class Figures:
 
 
 def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
-    """Measures a call that computes next to nothing on all devices of a mesh."""
+    """Measures a call that computes almost nothing, on all devices of a mesh."""
     spec = PartitionSpec(mesh.axis_names)
     x = place(np.zeros((mesh.size,), np.float32), mesh, spec)
     nothing = jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -82,10 +81,7 @@ def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
 
 
 def host_of(mesh: Mesh) -> Host:
-    """Measures and reads what a host adds to every call; all processes do so together.
-
-    Of a chip without figures nothing is wanted.
-    """
+    """Measures what the host adds to every call; all processes must call it."""
     if target_of(mesh).chip is None:
         return Host()
     own = jaxpar.compiler_options(mesh)
@@ -98,7 +94,7 @@ def host_of(mesh: Mesh) -> Host:
 
 
 def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
-    """Returns what a row is held against, or why there is nothing."""
+    """Returns the figures for a row, or why there are none."""
     mesh, chip = row.program.target.mesh, row.program.target.chip
     if why := between_slices(mesh):
         return why
@@ -131,7 +127,7 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
 def _predicted(
     program: CompiledProgram, floor: Floor, ring: Ring, measured: Any, host: Host
 ) -> dict[str, Any]:
-    """What rests on the prediction: without one, all else stands."""
+    """Returns the fields that need a prediction."""
     try:
         played = timeline(program)
         return {
@@ -141,7 +137,7 @@ def _predicted(
             "bands": tuple(map(str, bands_of(played, program.target))),
             "reasons": reasons_of(program, played, floor, ring, measured, host),
         }
-    except Exception as reason:  # whatever a compiler writes that is not known
+    except Exception as reason:  # a compiler may write anything
         why = f"no prediction: {one_line(reason)}"
         found = {"predicted": None, "is_least": False, "estimate": why, "bands": ()}
         return found | {"reasons": (Reason(0.0, why),)}
@@ -173,7 +169,7 @@ _REASONS = [Column("", 14), Column("", left=True, wraps=True)]
 def print_figures(
     rows: Sequence[Row], figures: Sequence[Figures | str], clocks: Clocks | None, console: Any
 ) -> None:
-    """Prints a section a case, and below it the public row, and why its fastest form is slow."""
+    """Prints a section a case, with the public row and why the fastest mode is slow."""
     missing = dict.fromkeys(one for one in figures if isinstance(one, str))
     known = [(row, one) for row, one in zip(rows, figures, strict=True) if isinstance(one, Figures)]
     if known:
@@ -213,7 +209,6 @@ def _rate(rate: float, unit: str) -> str:
 
 
 def _times(measured: float, one: Figures) -> str:
-    """The measured time over its bound."""
     over = measured / one.bound if one.bound else 0.0
     return f"{over:.2f}" if over < 100 else f"{over:.0f}"
 
@@ -225,7 +220,7 @@ def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
     if one.public is not None:
         told.append(["public", f"{one.public.what}, {us(one.public.seconds)}: {one.public.source}"])
     if measured < POSSIBLE * one.bound:
-        told.append(["impossible", "less than the bound: other figures hold of these devices"])
+        told.append(["impossible", "less than the bound: the devices beat their chip's figures"])
     elif measured >= SLOW * one.bound > 0:
         told.append([row.mode, f"is the fastest, at {_times(measured, one)} times its bound:"])
         told += [[us(x.seconds) if x.seconds else "", x.text] for x in one.reasons]
@@ -236,9 +231,9 @@ def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
     bands = dict.fromkeys(text for _, one in known for text in one.bands)
     watched = "" if clocks is None else f"\nclocks: {clocks.mhz:.0f} of {clocks.most:.0f} MHz."
     return (
-        "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, on the model of "
-        "the chip (~ by a roofline, > at least). off: predicted / ms - 1. rate: of what is "
-        "multiplied or sent, whichever takes longer; public: that of the nearest public row.\n"
+        "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, simulated (~ by "
+        "a roofline, > at least). off: predicted / ms - 1. rate: of FLOPs or of bytes, whichever "
+        "takes longer. public: the rate of the nearest public row.\n"
         f"predictions were off by: {'; '.join(bands) or 'not known'}.{watched}"
     )
 
@@ -248,5 +243,4 @@ def _say(console: Any, text: str) -> None:
 
 
 def record_of(figures: Figures | str) -> Mapping[str, Any]:
-    """Figures as JSON, or why there are none."""
     return {"missing": figures} if isinstance(figures, str) else asdict(figures)

@@ -1,8 +1,4 @@
-"""Why a measured matmul is slower than its bound: what its program, its mesh and its host show.
-
-Each reason rests on evidence: the compiled program as it is played, the links between devices, a
-call that computes nothing, the clocks while it ran, or how times scatter.
-"""
+"""Reasons why a measured matmul is slower than its bound, each with evidence."""
 
 from __future__ import annotations
 
@@ -18,20 +14,20 @@ from jaxpar.tools.program.flops import Dot, dots_of
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 
-LEAST = 0.03  # of the measured time: what takes less of it is no reason
-BEYOND = 0.1  # of the measured time: by so much it may be longer than predicted
+LEAST = 0.03  # of the measured time: smaller reasons are left out
+BEYOND = 0.1  # of the measured time: the largest excess over the prediction without a reason
 SCATTERED = 1.3  # the third quartile over the first
-LANES, ROW = 128, 16  # numbers of a TPU's row; bytes that a GPU's kernels read at a time
+LANES, ROW = 128, 16  # numbers in a TPU's row; bytes that a GPU's kernels read at a time
 
 
 @dataclass(frozen=True)
 class Host:
-    """What devices and their host add to a call, whatever it computes.
+    """What the devices and their host add to every call.
 
     Attributes:
-      call_seconds: of a call that computes nothing.
-      flags: of the environment, which the compiler has besides jaxpar's.
-      clocks: of the GPUs, while they ran.
+      call_seconds: the time of an empty call.
+      flags: compiler flags from the environment.
+      clocks: the GPUs' clocks during the run.
     """
 
     call_seconds: float = 0.0
@@ -41,7 +37,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Reason:
-    """What takes so many seconds beyond the bound."""
+    """Something that takes so many seconds beyond the bound."""
 
     seconds: float
     text: str
@@ -55,15 +51,9 @@ def reasons_of(
     measured: tuple[float, float, float],
     host: Host,
 ) -> tuple[Reason, ...]:
-    """The reasons why a call takes longer than its floor, those that take the most first.
+    """Returns why a call takes longer than its floor, the largest reason first.
 
-    Args:
-      program: what ran.
-      played: its timeline, as predicted.
-      floor: what no form of the matmul beats.
-      ring: the mesh axes over which it gathers or scatters.
-      measured: quartiles of the seconds of a call.
-      host: what it adds.
+    `measured` has the quartiles of a call's seconds.
     """
     found = [
         *_of_transfers(program, played),
@@ -76,11 +66,11 @@ def reasons_of(
     return tuple(sorted(worth, key=lambda one: -one.seconds))
 
 
-# -- transfers that are waited for ----------------------------------------------------------------
+# -- waits for transfers --------------------------------------------------------------------------
 
 
 def _of_transfers(program: CompiledProgram, played: Timeline) -> Iterator[Reason]:
-    """One for each lane."""
+    """Yields one reason for each row of transfers that is waited for."""
     by_name = {event.name: event for event in played.transfers}
     waits: dict[str, list[tuple[Event, float]]] = {}
     for event in played.events:
@@ -103,35 +93,36 @@ def _why_waited(program: CompiledProgram, row: str, waits: list[tuple[Event, flo
             f"{row}: {number} of {size}, so small that starts and hops take longer than the bytes; "
             "larger shapes or fewer steps (--modes naive, chunked-2) hide more"
         )
-    arrive = "arrive" if len(transfers) > 1 else "arrives"
-    return f"{row}: {number} of {size} {arrive} after what is computed meanwhile is done"
+    take = "take" if len(transfers) > 1 else "takes"
+    return f"{row}: {number} of {size} {take} longer than the work that overlaps"
 
 
 def _freeing(program: CompiledProgram, row: str) -> str:
-    """The options that make a collective asynchronous, or what else does."""
+    """Returns what makes a collective asynchronous."""
     kind = row.rpartition(" ")[2]
-    # The compiler may make a sum and a slice of a reduce-scatter that nothing frees.
+    # The compiler may turn a synchronous reduce-scatter into an all-reduce and a slice.
     kinds = (kind, "reduce-scatter") if kind == "all-reduce" else (kind,)
     known = compiler_of(program.target.mesh.devices.flat[0].device_kind)
     if kind in known.frees:
         return (
-            ": this form has nothing for it, a ring or chunks do (--modes bidirectional, chunked-2)"
+            ": this mode has no work to overlap with, a ring or chunks do "
+            "(--modes bidirectional, chunked-2)"
         )
     options = [option for option in known.options if option.frees in kinds]
     given = {name: str(value).lower() for name, value in program.compiler_options.items()}
     missing = [f"{one.name}={one.value}" for one in options if given.get(one.name) != "true"]
     if missing:
-        return f": the program is compiled without {' and '.join(missing)} (jaxpar.jit gives them)"
+        return f": the program is compiled without {' and '.join(missing)} (jaxpar.jit sets them)"
     if options:
-        return f", though {options[0].name} is given"
-    return "; no option of this compiler frees it, a ring does (--modes bidirectional)"
+        return f", though {options[0].name} is set"
+    return "; no option of this compiler changes that, but a ring does (--modes bidirectional)"
 
 
 # -- the mesh -------------------------------------------------------------------------------------
 
 
 def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator[Reason]:
-    """A ring whose neighbours have no link of their own, as far as it is waited for."""
+    """Yields a ring whose neighbours have no link of their own."""
     mesh, chip = program.target.mesh, program.target.chip
     axes = [name for name in ring if mesh.shape[name] > 1]
     if chip is None or not axes:
@@ -143,7 +134,7 @@ def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator
             yield Reason(
                 played.exposed,
                 f"the ring {named} goes beyond one switch: {chip.network / 1e9:g} GB/s a device in "
-                f"place of {chip.link / 1e9:g}; put the axis into a host (--mesh, last axis)",
+                f"place of {chip.link / 1e9:g}; keep the axis within a host (--mesh, last axis)",
             )
         return
     whys = [why for name in axes if mesh.shape[name] > 2 and (why := why_not_closed(mesh, name))]
@@ -151,15 +142,14 @@ def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator
     if len(axes) > 1 and apart > 1 and not whys:
         whys = [f"neighbours on the ring {named} are up to {apart} links apart"]
     if whys:
-        remedy = "an axis along closed dimensions of the slice has a link a step (--mesh, --axis)"
+        remedy = "choose an axis along closed dimensions of the slice (--mesh, --axis)"
         yield Reason(played.exposed, f"{'; '.join(whys)}: messages share links; {remedy}")
 
 
-# -- what is computed -----------------------------------------------------------------------------
+# -- compute --------------------------------------------------------------------------------------
 
 
 def _of_products(program: CompiledProgram, played: Timeline, floor: Floor) -> Iterator[Reason]:
-    """Matmuls below the chip's peak."""
     spent = sum(event.seconds for event in played.events if event.is_matmul)
     products = dots_of(program.jaxpr)
     if spent <= floor.compute or not products:
@@ -167,15 +157,15 @@ def _of_products(program: CompiledProgram, played: Timeline, floor: Floor) -> It
     largest = max(products, key=lambda one: one.m * one.k * one.n)
     yield Reason(
         spent - floor.compute,
-        f"matmuls reach {floor.compute / spent:.0%} of the chip's peak, in products of "
+        f"matmuls reach {floor.compute / spent:.0%} of the chip's peak, at a size of "
         f"{largest.m} x {largest.k} x {largest.n}{_why_below(largest, program.target.chip)}",
     )
 
 
 def _why_below(product: Dot, chip: Chip | None) -> str:
-    """What of a product's form keeps it from the peak, where that is known."""
+    """Returns which size or dtype keeps a matmul from the peak, if known."""
     if product.width >= 4:
-        return " of 32-bit numbers: the peak is that of 16 bits (--dtype bfloat16)"
+        return " in 32-bit numbers: the peak is for 16 bits (--dtype bfloat16)"
     inner = (product.k, product.n)
     if chip is not None and chip.torus:
         odd = [size for size in inner if size % LANES]
@@ -194,7 +184,7 @@ def _of_passes(played: Timeline) -> Iterator[Reason]:
         number = f"{len(spent)} passes" if len(spent) > 1 else "one pass"
         yield Reason(
             sum(event.seconds for event in spent),
-            f"{number} over memory besides matmuls: copies, sums, placements",
+            f"{number} over memory besides matmuls: copies, sums, updates",
         )
 
 
@@ -204,7 +194,7 @@ def _of_passes(played: Timeline) -> Iterator[Reason]:
 def _of_host(
     played: Timeline, measured: tuple[float, float, float], host: Host
 ) -> Iterator[Reason]:
-    """What the prediction does not know of."""
+    """Yields times that the prediction does not know."""
     low, middle, high = measured
     if high > SCATTERED * low:
         yield Reason(
@@ -223,8 +213,8 @@ def _of_host(
         told = f"the environment gives the compiler {flags}: try without; " if flags else ""
         yield Reason(
             rest,
-            f"beyond the prediction, for no reason that is known here; {told}record it with "
-            "jax.profiler and see jaxpar explain --measured",
+            f"beyond the prediction, for an unknown reason; {told}record a trace with "
+            "jax.profiler and run jaxpar explain --measured",
         )
 
 
@@ -232,8 +222,8 @@ def _known_of_host(played: Timeline, beyond: float, host: Host) -> Iterable[Reas
     if host.call_seconds > 0:
         yield Reason(
             min(host.call_seconds, beyond),
-            f"a call that computes nothing takes {us(host.call_seconds)} here; larger shapes, or "
-            "several steps in one jit, are not held up by it",
+            f"a call that computes nothing takes {us(host.call_seconds)} here; it matters less "
+            "with larger shapes, or with several steps in one jit",
         )
     if host.clocks is not None and host.clocks.share < 1:
         yield Reason(played.compute * (1 / host.clocks.share - 1), str(host.clocks))

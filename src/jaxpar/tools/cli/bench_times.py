@@ -1,8 +1,4 @@
-"""Compiles the modes of one operation, checks each result, then times them interleaved.
-
-Results are checked against a seeded problem's float64 reference, within a tolerance that follows
-from the dtype, the ring and the length of the sums.
-"""
+"""Compiles the modes of one operation, checks each result, then times them interleaved."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +24,7 @@ PHASES = ("forward", "forward+backward")
 
 @dataclass(frozen=True)
 class BenchCase:
-    """Operands, a cotangent, and what `out`, `dlhs` and `drhs` must be."""
+    """Operands, a cotangent, and the right `out`, `dlhs` and `drhs`."""
 
     shape: Shape
     lhs: np.ndarray  # [M, K] in the dtype of the run, like rhs and cotangent
@@ -44,7 +40,7 @@ class BenchCase:
 
 
 def make_problem(shape: Shape, dtype: str) -> BenchCase:
-    """Draws standard normal operands, alike in every process, and multiplies them in float64."""
+    """Draws normal operands, equal in all processes, and multiplies them in float64."""
     rows, depth, cols = shape
     rng = np.random.default_rng(0)
 
@@ -65,12 +61,12 @@ def make_problem(shape: Shape, dtype: str) -> BenchCase:
 
 
 def place(x: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Puts `x` where the program wants it; each process supplies its own devices only."""
+    """Puts `x` on the mesh; each process supplies only its own devices."""
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def error(got: jax.Array, want: np.ndarray) -> float:
-    """The largest absolute error of any element on any device, in units of the rms of `want`."""
+    """Returns the largest absolute error on any device, in units of the rms of `want`."""
     if got.shape != want.shape:
         return float("inf")
     rms = np.sqrt(np.mean(np.square(want)))
@@ -79,21 +75,20 @@ def error(got: jax.Array, want: np.ndarray) -> float:
         difference = np.asarray(shard.data).astype(np.float64) - want[shard.index]
         worst = np.maximum(worst, np.max(np.abs(difference)) / rms)  # keeps a NaN
     if jax.process_count() > 1:
-        # The verdict must be the same everywhere: a process that stops alone hangs its peers.
+        # All processes must decide alike: a process that stops alone hangs its peers.
         worst = np.max(multihost_utils.process_allgather(np.float32(worst)))
     return float(worst)
 
 
 def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
-    """What `error` may reach for a product of standard normal operands over `depth`.
+    """Returns the largest allowed `error` for a matmul of normal operands over `depth`.
 
-    `8 (u_dtype (1 + sqrt(ring / 2)) + u_float32 sqrt(depth / 2) + 2 u_product)`, `u` being the
-    relative error of one rounding. The result is rounded to the dtype, and so at most is a partial
-    sum on each device; within a device float32 sums are rounded `depth` times. Partial sums grow
-    as the square root of their length and their roundings are independent, which together make
-    `sqrt(length / 2)`. `u_product` is for float32 operands that the default matmul precision
-    rounds: to bfloat16 on TPU, to 10 bits of fraction on GPU. 8: no element of a matrix that fits
-    in memory lies further than 8 standard deviations out.
+    `8 (u_dtype (1 + sqrt(ring / 2)) + u_float32 sqrt(depth / 2) + 2 u_product)`, where `u` is the
+    relative error of one rounding. The result and at most one partial sum a device are rounded to
+    the dtype; float32 sums are rounded `depth` times. Partial sums grow as the square root of their
+    length, and roundings are independent: together `sqrt(length / 2)`. `u_product` is the rounding
+    of float32 operands: to bfloat16 on TPU, to 10 bits of fraction on GPU. The 8: no element of a
+    matrix in memory is more than 8 standard deviations away.
     """
     product = {"cpu": 0.0, "tpu": 2.0**-9}.get(platform, 2.0**-11) if dtype == "float32" else 0.0
     result, partial = (float(jnp.finfo(name).eps) / 2 for name in (dtype, "float32"))
@@ -102,15 +97,15 @@ def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one op, shape, phase and mode. Bytes are of one device."""
+    """The measurement of one op, shape, phase and mode. Bytes are those of one device."""
 
     op: str
     shape: str
     phase: str
     mode: str
-    seconds: list[float]  # one a round; round i of every mode of a case ran side by side
-    ratios: list[float]  # seconds over those of naive in the same round
-    temp_bytes: int | None  # None: the backend does not tell
+    seconds: list[float]  # one a round; each round runs all modes of a case
+    ratios: list[float]  # seconds over the seconds of naive in the same round
+    temp_bytes: int | None  # None: the backend does not say
     sent_bytes: int
     collectives: dict[str, int]
     errors: dict[str, float]  # of each result, in units of the rms of its reference
@@ -120,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A result that was wrong, so that its case was not timed."""
+    """A wrong result, whose case is not timed."""
 
     op: str
     shape: str
@@ -140,8 +135,6 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Program:
-    """One mode, compiled."""
-
     compiled: Callable[..., Any]
     program: CompiledProgram
     temp_bytes: int | None
@@ -159,10 +152,10 @@ def measure(
     repeats: int,
     tick: Callable[[], None],
 ) -> tuple[list[Row], list[Refusal]]:
-    """Measures one case: the modes of `op` on `problem`, naive first, in one of `PHASES`.
+    """Measures the modes of `op` on `problem`, naive first, in one of `PHASES`.
 
-    Returns a row a mode; or, if any mode computes something wrong, a refusal for each that does and
-    no row at all. `tick` is called once a round.
+    Returns a row a mode. If any mode computes a wrong result, returns refusals and no row. Calls
+    `tick` once a round.
     """
     size, backward = ring_size(mesh, ring), phase == "forward+backward"
     args = [problem.lhs, problem.rhs, *([problem.cotangent] if backward else [])]
@@ -218,18 +211,17 @@ def time_interleaved(
     tick: Callable[[], None],
     renew: Callable[[Any], Any] = lambda x: x,
 ) -> list[list[float]]:
-    """Times each function once a round, so that drift of the machine meets all of them alike.
+    """Times each function once a round, so that drift of the machine affects all alike.
 
-    From round to round the order is rotated and turned around, so that no function always runs in
-    the wake of the same one. The first round, which warms up, is dropped. `renew` makes, outside of
-    the time that counts, copies of arguments that a call uses up.
+    The order is rotated and reversed from round to round. The first round warms up and is dropped.
+    `renew` copies arguments that a call donates, outside of the timed part.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(-1, repeats):
         order = [(i + turn) % len(functions) for i in range(len(functions))]
         for which in order if turn % 2 else reversed(order):
             if jax.process_count() > 1:
-                # Or a process would be charged for the lateness of its peers in the call before.
+                # Without it, a process would pay for peers that are late in the previous call.
                 multihost_utils.sync_global_devices("jaxpar bench")
             given = jax.block_until_ready([renew(x) for x in args])
             start = perf_counter()
@@ -262,6 +254,5 @@ def _compile(function: Callable[[Any, Any], Any], args: list[jax.Array], mesh: M
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """The first quartile, the median and the third quartile."""
     low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
     return float(low), float(median), float(high)

@@ -1,4 +1,4 @@
-"""What the commands show on a terminal: tables, progress, and errors of one line."""
+"""Terminal output of the commands."""
 
 import os
 import sys
@@ -12,22 +12,22 @@ from typing import Any
 
 from jaxpar.tools.private_names import distribution, install_command
 
-SECONDS_A_LINE = 5.0  # of progress where there is no terminal
-INTERRUPTED = 130  # the exit status of what Ctrl-C ends: 128 and the number of SIGINT
+SECONDS_A_LINE = 5.0  # between lines of progress, without a terminal
+INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of SIGINT
 
 
 class UsageError(Exception):
-    """An argument that cannot be served; the text says why, and what to write instead."""
+    """An argument that is refused; the text says why, and what to write instead."""
 
 
 def status_of(program: str, run: Callable[[], int]) -> int:
-    """Returns the exit status of `run`; prints a `UsageError` as one line, without a traceback."""
+    """Returns the exit status of `run`; prints a `UsageError` as one line."""
     try:
         return run()
     except UsageError as reason:
         print_error(program, reason)
         return 2
-    except TimeoutError as reason:  # other processes did not come
+    except TimeoutError as reason:  # other processes are missing
         print_error(program, reason)
         return 1
     except KeyboardInterrupt:
@@ -36,12 +36,11 @@ def status_of(program: str, run: Callable[[], int]) -> int:
 
 
 def print_error(program: str, reason: object) -> None:
-    """Prints one line to standard error."""
     print(f"{program}: error: {reason}", file=sys.stderr)
 
 
 def require_extra(module: str, extra: str = "bench") -> Any:
-    """Imports a module of one of the package's extras, or says how to install it."""
+    """Imports a module of an extra, or raises `UsageError` with the install command."""
     try:
         return import_module(module)
     except ImportError as missing:
@@ -51,10 +50,10 @@ def require_extra(module: str, extra: str = "bench") -> Any:
 
 
 def open_console(stderr: bool = False) -> Any:
-    """Returns a rich console; where it is no terminal, and nobody says otherwise, 100 wide."""
+    """Returns a rich console, 100 wide if it is no terminal."""
     console = require_extra("rich.console").Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 100  # a pipe has none of its own
+        console.width = 100  # a pipe has no width
     return console
 
 
@@ -62,15 +61,13 @@ def open_console(stderr: bool = False) -> Any:
 def progress(
     first: str, total: int | None, *, shown: bool = True, still: bool = False
 ) -> Generator[Callable[[str], None], None, None]:
-    """Shows a bar, or lines where there is no terminal.
-
-    Yields what to call with a label after each of `total` steps.
+    """Shows a bar, or lines without a terminal; yields a function to call after each step.
 
     Args:
-      first: what the bar says before the first step is over.
-      total: steps; None where nobody knows.
-      shown: whether there is a bar at all.
-      still: draw between the steps alone, lest a thread draws while the clock runs.
+      first: the text before the first step ends.
+      total: the number of steps; None if unknown.
+      shown: whether to show anything.
+      still: whether to draw only between steps, so that no thread draws during a timing.
     """
     if not shown:
         yield lambda label: None
@@ -95,7 +92,7 @@ def progress(
 def _lines(
     first: str, total: int | None, still: bool
 ) -> Generator[Callable[[str], None], None, None]:
-    """Progress for a log: a line for each few seconds, none for what is over sooner."""
+    """Yields progress for a log: a line every few seconds, none for short work."""
     done, last = 0, time.monotonic()
 
     def tick(label: str) -> None:
@@ -118,7 +115,7 @@ def _lines(
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its width, and whether what is longer goes on in the next line."""
+    """A column of a table; with `wraps`, long text continues on the next line."""
 
     title: str
     width: int | None = None
@@ -134,11 +131,7 @@ def print_rows(
     padding: tuple[int, ...] = (0, 1),
     show_header: bool = False,
 ) -> None:
-    """Prints rows in columns of fixed widths.
-
-    A heading cannot span columns: a table with headings is several such calls, with the headings
-    printed between them.
-    """
+    """Prints rows in columns of fixed widths."""
     table = require_extra("rich.table").Table(
         box=None, padding=padding, pad_edge=False, show_header=show_header
     )

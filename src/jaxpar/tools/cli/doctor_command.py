@@ -1,4 +1,4 @@
-"""`jaxpar doctor`: what is installed, whether collectives work, and what is known to be bad."""
+"""`jaxpar doctor`: checks the installation, the devices and collectives."""
 
 import argparse
 import json
@@ -31,11 +31,14 @@ from jaxpar.tools.processes.agree import agree
 from jaxpar.tools.processes.describe import Description, describe
 
 DESCRIPTION = """\
-Says what is installed, which devices there are and what extras are missing, runs a few collectives
-over all devices of all processes, and hints at combinations that are known to be bad.
+Prints what is installed, which devices there are and which extras are missing. Runs a few
+collectives over all devices of all processes. Hints at combinations that are known to be bad.
+
+Without an accelerator it makes 8 CPU devices, as JAX_NUM_CPU_DEVICES does. They are simulated: all
+of them run on the cores of this host.
 """
 EPILOG = """\
-exit status: 1 where JAX does not start, processes differ or do not come, or a result is wrong.
+exit status: 1 if JAX does not start, processes differ or are missing, or a result is wrong.
 
 examples:
   jaxpar doctor
@@ -46,8 +49,8 @@ in each of two processes:
 
 EXTRAS = {
     "bench": "tables, progress and pictures of bench, predict and tune",
-    "tpu": "TPUs, and the compiler for TPUs that are not there",
-    "gpu": "the compiler for GPUs that are not there",
+    "tpu": "TPUs, and the compiler for TPUs without the devices",
+    "gpu": "the compiler for GPUs without the devices",
     "checkpoint": "jaxpar.layout: save, restore",
     "testing": "jaxpar.testing: property tests",
 }
@@ -62,9 +65,8 @@ class Check:
     """A collective that was run over all devices.
 
     Attributes:
-      name: of the collective.
-      seconds: of its second run, the first one compiles.
-      wrong: what is wrong with its result, empty where nothing is.
+      seconds: the time of its second run; the first one compiles.
+      wrong: what is wrong with its result, or empty.
     """
 
     name: str
@@ -74,15 +76,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Health:
-    """What was found.
+    """All that doctor finds.
 
     Attributes:
-      description: devices, processes and versions.
-      packages: versions of what matters; None for those that are not installed.
-      missing: for each extra its packages that are missing.
-      compilers: which of tpu and gpu can compile.
-      checks: collectives.
-      hints: what is known to be bad, and what to do.
+      packages: versions; None if not installed.
+      missing: the missing packages of each extra.
+      compilers: those of tpu and gpu that are installed.
+      hints: known problems, and what to do.
     """
 
     description: Description
@@ -94,18 +94,21 @@ class Health:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `doctor` to the subcommands of `jaxpar`."""
-    what = "say what is installed, and whether collectives work on all devices"
+    what = "check what is installed, and whether collectives work on all devices"
     parser = add_command(commands, "doctor", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add_processes(add)
-    add("--timeout", type=float, default=60.0, help="seconds for others (default: %(default)g)")
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        help="seconds to wait for other processes (default: %(default)g)",
+    )
     add("--json", metavar="FILE", help="write everything")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
     return status_of("jaxpar doctor", partial(_run, args))
 
 
@@ -144,7 +147,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def text(health: Health) -> str:
-    """As it is printed."""
     return "\n".join(_lines(health))
 
 
@@ -152,10 +154,10 @@ def _lines(health: Health) -> Iterator[str]:
     yield f"jaxpar {jaxpar.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(f"{name} {number}" for name, number in health.packages.items() if number)
     yield ""
-    yield str(health.description).splitlines()[0]
+    yield _devices(health.description)
     chip = {"tpu": "TPU", "gpu": "GPU"}
     names = " and ".join(chip[name] for name in health.compilers)
-    yield f"compilers for chips that are not there: {names or 'none'}"
+    yield f"compilers that need no devices: {names or 'none'}"
     yield ""
     yield "extras:"
     for extra, what in EXTRAS.items():
@@ -172,8 +174,19 @@ def _lines(health: Health) -> Iterator[str]:
         yield from (f"  {hint}" for hint in health.hints)
 
 
+def _devices(found: Description) -> str:
+    """Returns the line on processes and devices; more than one CPU device is simulated."""
+    if found.platform != "cpu" or found.devices == found.processes:
+        return str(found).splitlines()[0]
+    here = f"process {found.process} of {found.processes} on {found.host}"
+    number = f"{found.local_devices} simulated CPU devices"
+    if found.processes > 1:
+        number += f", of {found.devices} in all processes"
+    return f"{here}: no accelerator; {number}, which share the cores of this host"
+
+
 def _checks() -> Iterator[Check]:
-    """Runs collectives on numbers whose results NumPy knows."""
+    """Runs collectives whose results NumPy knows."""
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
     n = mesh.size
     x = np.arange(n * n, dtype=np.float32).reshape(n, n)  # a row for each device
@@ -225,14 +238,11 @@ def hints(
     platform: str | None,
     devices: int = 0,
 ) -> Iterator[str]:
-    """Yields what is known to be bad in what was found, each with what to do.
+    """Yields known problems, each with what to do.
 
     Args:
-      packages: versions by distribution.
-      environment: variables.
-      said: by JAX's backends while they started.
-      platform: of the devices; None where JAX did not start.
-      devices: how many.
+      said: the output of JAX's backends during their start.
+      platform: None if JAX did not start.
     """
     jax_version, jaxlib = packages.get("jax"), packages.get("jaxlib")
     if jax_version and jaxlib and _numbers(jax_version) != _numbers(jaxlib):
@@ -243,7 +253,7 @@ def hints(
     plugins = {name: packages.get(f"jax-cuda{name}-plugin") for name in ("12", "13")}
     if all(plugins.values()):
         yield (
-            "the CUDA plugins for 12 and 13 are both installed, and JAX takes either: "
+            "the CUDA plugins for 12 and 13 are both installed, and JAX may take either: "
             "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt"
         )
     for name, version in plugins.items():
@@ -253,37 +263,33 @@ def hints(
                 f"pip install 'jax[cuda{name}]=={jaxlib}'"
             )
     if platform == "cpu" and any(plugins.values()):
-        reason = _reason(said, "RuntimeError") or "JAX says no more"
-        yield f"the CUDA plugin is installed and found no GPU that it can use ({reason})"
+        reason = _reason(said, "RuntimeError") or "JAX gives no reason"
+        yield f"the CUDA plugin is installed, but finds no GPU that it can use ({reason})"
     if platform == "cpu" and packages.get("libtpu") and os.path.exists("/dev/accel0"):
-        yield "libtpu is installed, /dev/accel0 exists and no TPU started: another process has it"
+        yield "libtpu is installed and /dev/accel0 exists, but another process has the TPU"
     wanted = environment.get("JAX_PLATFORMS", "")
     if platform is None and wanted:
         yield f"JAX_PLATFORMS={wanted} allows no other platform; unset it, or add ',cpu'"
     if platform == "cpu" and devices == 1:
-        yield "one CPU device has no collectives to try: set JAX_NUM_CPU_DEVICES=8"
+        yield "with one CPU device there are no collectives to check: set JAX_NUM_CPU_DEVICES=8"
     flag = "xla_force_host_platform_device_count"
     if flag in environment.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" in environment:
         yield f"--{flag} in XLA_FLAGS and JAX_NUM_CPU_DEVICES: JAX refuses both; unset the first"
     if environment.get("LIBTPU_INIT_ARGS") and platform not in (None, "tpu"):
-        yield "LIBTPU_INIT_ARGS is set where there is no TPU: predict compiles with it, too"
+        yield "LIBTPU_INIT_ARGS is set, but there is no TPU: predict compiles with it, too"
     for name in ("JAX_DISABLE_JIT", "JAX_DEBUG_NANS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
         if environment.get(name, "0").lower() not in ("0", "false", ""):
-            yield f"{name}={environment[name]}: right and slow; unset it for timings"
+            yield f"{name}={environment[name]}: programs are right but slow; unset it for timings"
     if jax_version and _numbers(jax_version) < (0, 11):
         yield (
-            f"jax {jax_version}: lax.ppermute over several axes counts in the mesh's order, not "
-            "the tuple's (jaxpar's rings do not); vmap(spmd_axis_name=...) needs check_vma=False"
+            f"jax {jax_version}: lax.ppermute over several axes numbers devices in the order of "
+            "the mesh, not of the tuple (jaxpar's rings do not); vmap(spmd_axis_name=...) needs "
+            "check_vma=False"
         )
 
 
 def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[str]:
-    """Yields a hint where JAX has explicit starts that the compiler of a device makes synchronous.
-
-    Args:
-      packages: versions by distribution.
-      kind: of the devices, as JAX calls it.
-    """
+    """Yields a hint if a device's compiler makes JAX's explicit starts synchronous."""
     known = compiler_of(kind)
     if not known.options or _numbers(packages.get("jax") or "") < (0, 12):
         return
@@ -291,7 +297,7 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
     if what in known.frees:
         return
     start = f"jax.lax.psum_scatter_start on {kind}"
-    told = "jaxpar explain names the starts that a step waits for"
+    told = "jaxpar explain finds the starts that a step waits for"
     if option := next((o.name for o in known.options if o.frees == what), None):
         yield (
             f"{start} overlaps only if {option} is set. Without it, program_order aborts the "
@@ -305,12 +311,10 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first three numbers of a version, which jax and jaxlib share."""
     digits = [part for part in version.split(".")[:3] if part.isdecimal()]
     return tuple(map(int, digits))
 
 
 def _reason(said: str, kind: str) -> str | None:
-    """The last line that names an error of a kind."""
     found = [line.partition(f"{kind}: ")[2] for line in said.splitlines() if f"{kind}: " in line]
     return found[-1].strip()[:120] if found else None

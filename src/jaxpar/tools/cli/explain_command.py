@@ -1,4 +1,4 @@
-"""`jaxpar explain`: every exposed microsecond with its line, its cause and an edit."""
+"""`jaxpar explain`: prints each wait with its line, its cause and an edit."""
 
 import argparse
 import json
@@ -29,13 +29,13 @@ from jaxpar.tools.private_names import write_text
 from jaxpar.tools.timeline.target import HERE
 
 DESCRIPTION = """\
-Says why a step takes as long as it does, for TPUs and GPUs that need not be there: each wait for a
-transfer with the line it comes from, its cause out of a closed list, and the edit that removes it.
-Edits that can be tried by themselves are compiled and played again: their gain is no estimate.
+Explains why a step takes as long as it does, on TPUs and GPUs that need not be there. For each wait
+for a transfer it prints the line, one cause, and an edit. Edits that jaxpar can make itself are
+compiled and simulated, each with the full program.
 
-The program need not use anything else of jaxpar. It is the compiler's schedule played on a model
-of the chip, not a measurement. With a trace of jax.profiler of the same
-program it speaks of what was measured, beside what is predicted.
+The program need not use anything else of jaxpar. Predicted, not measured: the compiler's schedule
+is simulated on a model of the chip. With a trace of jax.profiler of the same program, it explains
+the measured times, and compares them with the prediction.
 """
 EPILOG = """\
 examples:
@@ -44,16 +44,15 @@ examples:
   jaxpar explain model:make_step --target v5p:4x4x4 --mesh fsdp=16,tp=4 --html step.html
   jaxpar explain model:make_step --json before.json
   jaxpar explain model:make_step --against before.json      # after an edit
-  jaxpar explain model:make_step --own maxtext              # a framework's lines, too
-  jaxpar explain model:make_step --tries 20min    # of a program that takes minutes to compile
-  jaxpar explain model:make_step --target v5e:2x4 --measured profile    # of a real run
-Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
+  jaxpar explain model:make_step --own maxtext              # name a framework's lines, too
+  jaxpar explain model:make_step --tries 20min    # for a program that compiles for minutes
+  jaxpar explain model:make_step --target v5e:2x4 --measured profile    # explain a real run
+Compiled programs are saved in the user's cache folder: --no-cache compiles again.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `explain` to the subcommands of `jaxpar`."""
-    what = "say why a step is slow: lines, causes, edits and what they gain"
+    what = "explain why a step is slow: lines, causes, edits and what they gain"
     parser = add_command(commands, "explain", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", metavar="module:function", help="what to compile")
@@ -67,7 +66,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--mesh",
         default="tp=-1",
-        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+        help="axis names and sizes, -1 for all devices that are left (default: %(default)s)",
     )
     add_compiler_options(add)
     add(
@@ -79,26 +78,26 @@ def add_parser(commands: Any) -> None:
         "--tries",
         default="8",
         help="how many edits to try, or for how long (10min). Edits in the cache take no time, so "
-        "a second call with minutes tries further ones (default: %(default)s)",
+        "a second call with minutes tries more of them (default: %(default)s)",
     )
-    add("--findings", type=int, default=10, help="findings that are shown (default: %(default)s)")
+    add("--findings", type=int, default=10, help="most findings to show (default: %(default)s)")
     add(
         "--own",
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="an installed package whose lines are the program's own, such as maxtext or flax: "
-        "findings name lines of it; can be given again",
+        help="an installed package whose lines count as yours, such as maxtext or flax: findings "
+        "name its lines; can be given several times",
     )
     add_cache(add)
     add(
         "--measured",
         metavar="FOLDER",
-        help="what jax.profiler.trace recorded of this program: explain that run, and show it "
-        "beside the prediction",
+        help="a folder that jax.profiler.trace wrote for this program: explain that run, and "
+        "compare it with the prediction",
     )
-    add("--against", metavar="FILE.json", help="what a call with --json wrote: compare with it")
-    add("--json", metavar="FILE", help="write everything, each event included")
+    add("--against", metavar="FILE.json", help="compare with a file that --json wrote")
+    add("--json", metavar="FILE", help="write everything, with each event")
     add("--html", metavar="FILE", help="write one page that works offline: timeline, causes, lines")
     add("--plot", metavar="FILE.png", help="draw the timeline")
     add("--trace", metavar="FILE", help="write the timeline as a Chrome or Perfetto trace")
@@ -106,7 +105,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explains; returns the exit status."""
     return status_of("jaxpar explain", partial(_run, args))
 
 
@@ -142,7 +140,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> Request:
-    """What to compile: as for `predict`, for one target."""
     try:
         Budget.of(args.tries)
     except ValueError as wanted:
@@ -170,7 +167,7 @@ def _before(path: str | None) -> dict[str, Any] | None:
     if lacking := [key for key in COMPARED if not isinstance(found, dict) or key not in found]:
         raise UsageError(f"--against {path} has no {lacking[0]}; {remedy}")
     try:
-        compared(found, found)  # reads all of it that will be read
+        compared(found, found)  # reads everything that a comparison needs
     except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as reason:
         said = f"{type(reason).__name__}: {reason}"
         raise UsageError(f"--against {path} is damaged ({said}); {remedy}") from None
@@ -184,8 +181,6 @@ def _explain(
     record: dict[str, Any],
     tick: Tick,
 ) -> None:
-    """Has a process of its own compile and explain, and takes what it finds."""
-
     def take(found: Any) -> None:
         [(kind, what)] = found.items()
         if kind == "explained":

@@ -15,7 +15,7 @@ _DATA = "/* data */"
 
 
 def page_of(record: Mapping[str, Any]) -> str:
-    """The page `explain.html`, with the numbers and texts of an explanation in it."""
+    """Returns the page `explain.html` with an explanation in it."""
     page = files("jaxpar.tools.cli").joinpath("explain.html").read_text()
     # A text of the program's must not end, or begin, the script that it stands in.
     data = json.dumps(_shown(record)).replace("<", "\\u003c")

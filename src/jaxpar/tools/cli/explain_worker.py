@@ -1,4 +1,4 @@
-"""The process of `jaxpar explain`: compiles a program, and the same program with edits."""
+"""The process of `jaxpar explain`: compiles a program, and the program with edits."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,10 +14,9 @@ from jaxpar.tools.explain.explain import require_known
 
 
 def serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
-    """Says `facts`, `trying` before each compilation, and `prediction` and `explained`.
+    """Says `facts`, `trying` before each compilation, then `prediction` and `explained`.
 
-    All in the thread that the user's function was made in: contexts and frameworks keep settings
-    by thread, and a program traced in another one would have others.
+    All work stays in one thread: contexts and frameworks keep settings by thread.
     """
     try:
         _serve(task, say)

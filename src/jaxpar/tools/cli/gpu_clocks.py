@@ -1,4 +1,4 @@
-"""How fast the clocks of GPUs ran while something was measured, as their driver says."""
+"""The clocks of GPUs during a measurement, as their driver reports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_LIMIT = 0.95
 
 @dataclass(frozen=True)
 class Clocks:
-    """MHz of the multiprocessors and what they can have at most; watts of power, and the limit."""
+    """The clock and its maximum in MHz, the power and its limit in watts."""
 
     mhz: float
     most: float
@@ -28,7 +28,6 @@ class Clocks:
 
     @property
     def share(self) -> float:
-        """The clock over the fastest one."""
         return self.mhz / self.most
 
     def __str__(self) -> str:
@@ -40,10 +39,7 @@ class Clocks:
 
 @contextmanager
 def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, None]:
-    """Watches the clocks while the context lasts; yields what then returns the median of them.
-
-    None where there is no GPU or no driver's tool, or no sample was taken while a GPU was busy.
-    """
+    """Watches the clocks; yields a function that returns their medians, if a GPU is busy."""
     said = ""
     tool = shutil.which("nvidia-smi") if platform == "gpu" else None
     if tool is None:
@@ -52,7 +48,7 @@ def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, Non
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = [tool, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits", "-lms", _EVERY_MS]
     command += [f"--id={devices}"] if devices else []
-    with tempfile.TemporaryFile("w+") as samples:  # a pipe that nobody reads is full in a minute
+    with tempfile.TemporaryFile("w+") as samples:  # an unread pipe would be full in a minute
         process = subprocess.Popen(command, stdout=samples, stderr=subprocess.DEVNULL)
         try:
             yield lambda: clocks_in(said)
@@ -64,7 +60,7 @@ def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, Non
 
 
 def clocks_in(said: str) -> Clocks | None:
-    """The medians of the samples that were taken of busy GPUs."""
+    """Returns the medians of the samples of busy GPUs."""
     samples = [[*map(_number, line.split(","))] for line in said.splitlines()]
     busy = [sample for sample in samples if len(sample) == 5 and sample[4] >= _BUSY and sample[1]]
     if not busy:
@@ -76,5 +72,5 @@ def clocks_in(said: str) -> Clocks | None:
 def _number(text: str) -> float:
     try:
         return float(text)
-    except ValueError:  # a figure that this GPU has not
+    except ValueError:  # this GPU lacks the figure
         return 0.0

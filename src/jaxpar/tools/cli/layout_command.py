@@ -1,4 +1,4 @@
-"""`jaxpar layout`: what each device of a mesh holds of a model, without the devices."""
+"""`jaxpar layout`: shows what each device of a mesh holds of a model."""
 
 import argparse
 from typing import Any
@@ -13,8 +13,8 @@ from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_fol
 from jaxpar.tools.private_names import write_text
 
 DESCRIPTION = """\
-Shows how a model lies on a mesh: each array's shape, spec, block and bytes on a device, the most
-replicated first. A mesh whose sizes are all given needs no devices.
+Shows how a model is sharded on a mesh: the shape, spec, local block and bytes of each array, the
+most replicated first. If all sizes of the mesh are given, no devices are needed.
 """
 EPILOG = """\
 examples:
@@ -24,20 +24,18 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `layout` to the subcommands of `jaxpar`."""
-    what = "show what each device of a mesh holds of a model"
+    what = "show how a model is sharded on a mesh"
     parser = add_command(commands, "layout", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", metavar="module:function", help="called with the mesh, returns a Layout")
     add("--mesh", default="tp=-1", help="axis names and sizes (default: %(default)s)")
-    add("--rows", type=int, default=30, help="of the table; 0: all (default: %(default)s)")
-    add("--picture", metavar="PATH", help="of an array: which devices hold which block")
+    add("--rows", type=int, default=30, help="most rows to print; 0: all (default: %(default)s)")
+    add("--picture", metavar="PATH", help="show which devices hold which block of this array")
     add("--json", metavar="FILE", help="write everything")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
     return status_of("jaxpar layout", lambda: _show(args))
 
 
@@ -70,7 +68,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _mesh(text: str) -> Any:
-    """An abstract mesh where the text has all sizes, which needs no devices."""
+    """Returns an abstract mesh, which needs no devices, if all sizes are given."""
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
     sizes = {name: size for name, _, size in parts}
     if all(size.isdecimal() and int(size) for size in sizes.values()) and all(sizes):

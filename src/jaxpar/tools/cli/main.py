@@ -30,26 +30,26 @@ _COMMANDS = (
 
 
 DESCRIPTION = """\
-Overlapped matmuls timed, predicted, tuned; slow steps explained; layouts of models; what is
-installed and works.
+Times, predicts and tunes overlapped matmuls. Explains slow steps, shows layouts of models, and
+checks the installation.
 """
 EPILOG = """\
-options that mean the same everywhere: --mesh dp=2,tp=-1, --target v5p:4x4x4,
---json FILE (all that was found), --plot FILE (a picture); files are written whole or not at all
-exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, told in one line;
-130 interrupted. Results go to standard output, errors and progress to standard error.
+options with the same meaning everywhere: --mesh dp=2,tp=-1, --target v5p:4x4x4,
+--json FILE (all results), --plot FILE (a picture). A file is written completely or not at all.
+exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, with a message of one
+line; 130 interrupted. Results go to standard output, errors and progress to standard error.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a bad argument on one line, without the whole usage before it."""
+    """Reports a bad argument on one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; without one, prints what there is."""
+    """Runs one subcommand; without one, prints the help."""
     parser = _Parser(
         prog="jaxpar",
         description=DESCRIPTION,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None and not unknown:
         parser.print_help()
         return 0
-    if unknown:  # argparse would report these as the whole program's, not the subcommand's
+    if unknown:  # argparse would name the main program, not the subcommand
         parser.prog = " ".join(filter(None, (parser.prog, args.command)))
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args.run(args)

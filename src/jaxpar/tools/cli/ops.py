@@ -1,4 +1,4 @@
-"""The operations: how global M x K x N maps to local blocks, and the local function to time."""
+"""The operations: shardings of a global M x K x N, and the local function to time."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,9 +23,8 @@ Ring = tuple[str, ...]  # the mesh axes that form the ring
 class Op:
     """One way to shard `lhs[M, K] @ rhs[K, N] = out[M, N]` over a ring.
 
-    `lhs`, `rhs` and `out` name the dimension that each has sharded over the ring; an empty name is
-    an array that every device holds whole. Along other mesh axes everything is replicated: each
-    ring of the mesh does the same work, so that the sizes are those of one ring.
+    `lhs`, `rhs` and `out` name the dimension that is sharded over the ring; empty: unsharded. Along
+    other mesh axes everything is replicated: each ring of the mesh does the same work.
     """
 
     name: str
@@ -35,15 +34,13 @@ class Op:
     local: Callable[..., Any]  # of lhs, rhs, ring and mode
 
     def specs(self, ring: Ring) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """The specs of lhs, rhs and out."""
-
         def spec(dims: str, sharded: str) -> PartitionSpec:
             return PartitionSpec(*(ring if dim == sharded else None for dim in dims))
 
         return spec("MK", self.lhs), spec("KN", self.rhs), spec("MN", self.out)
 
     def bind(self, mesh: Mesh, ring: Ring, mode: str, **options: Any) -> Callable[[Any, Any], Any]:
-        """The function of the global operands that computes in `mode`."""
+        """Returns the function of the global operands that computes in `mode`."""
         lhs, rhs, out = self.specs(ring)
         return jax.shard_map(
             lambda lhs, rhs: self.local(lhs, rhs, ring, mode, **options),
@@ -53,10 +50,7 @@ class Op:
         )
 
     def on_one_device(self, shape: Shape, size: int) -> tuple[Shape, int]:
-        """M, K and N of what one of so many devices multiplies, and how many numbers travel.
-
-        They are those of the operand that is gathered, or of the result before it is scattered.
-        """
+        """Returns M, K, N of one device's matmul, and how many numbers it gathers or scatters."""
         rows, depth, cols = shape
         if self.lhs == self.rhs:  # the contracting dimension: partial sums travel
             return (rows, depth // size, cols), rows * cols
@@ -65,16 +59,13 @@ class Op:
         return (rows // size, depth, cols), depth * cols
 
     def sent(self, moved: float, size: int, grad: bool) -> float:
-        """What one device sends at least, of so many bytes that are gathered or scattered."""
-        # An all-reduce is two passes; the cotangent is everywhere, so that the backward has none.
+        """Returns the least bytes that one device sends, of `moved` gathered or scattered ones."""
+        # An all-reduce sends twice. Its backward pass sends nothing: the cotangent is replicated.
         passes = 2 if grad or not self.out else 1
         return passes * moved * (size - 1) / size
 
     def pieces(self, shape: Shape, size: int) -> list[Shape]:
-        """What one of so many devices may multiply: a part of the rows, the depth or the columns.
-
-        The last one is that of `on_one_device`.
-        """
+        """Returns the matmuls that one device may do; the last one is that of `on_one_device`."""
         usual, _ = self.on_one_device(shape, size)
         m, k, n = shape
         parts = [(m // size, k, n), (m, k // size, n), (m, k, n // size)]
@@ -82,11 +73,10 @@ class Op:
         return [*(part for part in fitting if part != usual), usual]
 
     def least_sent(self, shape: Shape, size: int, grad: bool) -> float:
-        """How many numbers one of so many devices sends at least, however the work is parted.
+        """Returns the fewest numbers that one device sends, for any split of the work.
 
-        Each product may have its rows, its depth or its columns on different devices. What a
-        product takes is gathered whole, or exchanged for another part; its result is scattered,
-        summed or exchanged. What two products take travels once.
+        Each product may split M, K or N. Its operands are gathered, or exchanged for other shards;
+        its result is scattered, summed or exchanged. An operand of two products travels once.
         """
         lengths = dict(zip("MKN", shape, strict=True))
         numbers = {dims: lengths[dims[0]] * lengths[dims[1]] for dims in ("MK", "KN", "MN")}
@@ -94,13 +84,13 @@ class Op:
         gathered, exchanged = (size - 1) / size, (size - 1) / size**2
 
         def taken(dims: str, dim: str) -> float:
-            """Share of an array that travels until each device has a part of it, or all."""
+            """Returns the share of an array that travels before a product."""
             if not held[dims] or held[dims] == dim:
                 return 0.0
             return exchanged if dim in dims else gathered
 
         def given(dims: str, dim: str) -> float:
-            if dim not in dims:  # each device has a summand of everything
+            if dim not in dims:  # each device has a partial sum of all entries
                 return gathered if held[dims] else 2 * gathered
             if held[dims] == dim:
                 return 0.0
@@ -118,13 +108,13 @@ class Op:
                 for dims in (left, right):
                     needed[dims][dim if dim in dims else ""] = taken(dims, dim)
             for dims, shares in needed.items():
-                whole = shares.get("")  # of which every part is there, too
+                whole = shares.get("")  # the full array includes every shard
                 total += (sum(shares.values()) if whole is None else whole) * numbers[dims]
             totals.append(total)
         return min(totals)
 
     def require_fit(self, shape: Shape, mesh: Mesh, ring: Ring) -> None:
-        """Raises `UsageError` unless the ring divides every dimension that is sharded over it."""
+        """Raises `UsageError` unless the ring divides every sharded dimension."""
         size = ring_size(mesh, ring)
         for dim, length in zip("MKN", shape, strict=True):
             quotient, rest = divmod(length, size)
@@ -174,32 +164,30 @@ DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of its operands and a cotangent that gives the result and all gradients."""
+    """Returns a function of operands and a cotangent, for the result and all gradients."""
 
     def forward_and_backward(*given: Any) -> Any:
         *operands, cotangent = given
         out, pull_back = jax.vjp(function, *operands)
         out, gradients = pull_strictly(out, pull_back, cotangent)
-        return (out, *gradients)  # with out, which a model would use
+        return (out, *gradients)  # with out, since a model uses it
 
     return forward_and_backward
 
 
 def pull_strictly(out: Any, pull_back: Any, cotangent: Any) -> tuple[Any, Any]:
-    """Returns the result and the gradients, of which nothing is computed before the result.
+    """Returns the result and the gradients; no gradient is computed before the result.
 
-    In a model the rest of it and the loss come between. Without the barrier a compiler hides what
-    the forward pass sends behind the matmuls of the backward pass, which no step can.
+    Without the barrier a compiler would hide forward transfers behind backward matmuls. In a model,
+    the loss comes in between.
     """
     out, pull_back, cotangent = lax.optimization_barrier((out, pull_back, cotangent))
     return out, pull_back(cotangent)
 
 
 def ring_size(mesh: Mesh, ring: Sequence[str]) -> int:
-    """The number of devices on the ring."""
     return prod(mesh.shape[name] for name in ring)
 
 
 def shape_text(shape: Shape) -> str:
-    """`MxKxN`, as on the command line."""
     return "x".join(map(str, shape))

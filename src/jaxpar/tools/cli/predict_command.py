@@ -1,4 +1,4 @@
-"""`jaxpar predict`: what the compiler's schedule leaves exposed, without the devices."""
+"""`jaxpar predict`: predicts exposed communication without the devices."""
 
 import argparse
 import os
@@ -38,22 +38,22 @@ FIGURES = ("measured", "book")
 DEFAULT_SHAPE = "8192x8192x28672"
 
 DESCRIPTION = """\
-Compiles the overlapped matmuls, or any function, for TPUs and GPUs that need not be there, and
-shows how much of the communication the schedule leaves exposed.
+Compiles the overlapped matmuls, or any function, for TPUs and GPUs that need not be there. Shows
+how much communication is exposed: the time that a device only waits for transfers.
 
-It is the compiler's schedule played on a model of the chip, not a measurement.
+Predicted, not measured: the compiler's schedule is simulated on a model of the chip.
 """
 EPILOG = """\
 reading the table:
-  total      milliseconds that the schedule takes; ~ marks rooflines: the
-             installed CUDA plugin has no table of the GPU or size, > lower bounds
-  floor      the least time of any way to divide the matmul: its FLOPs in one piece, or its bytes
-             over all links between the devices of a ring, the longer one; where a single ring does
-             not have all of them, its floor is named, too
+  total      milliseconds of the schedule. > marks a lower bound. ~ marks a roofline: the installed
+             CUDA plugin has no table of this GPU or size
+  floor      a time that no mode beats: the FLOPs of the matmul in one piece, or its bytes over all
+             links between the devices of a ring, whichever is longer. If one ring cannot use all
+             links, its floor is printed, too
   ratio      total / floor
-  exposed    share of the total in which the device waits for transfers
+  exposed    share of the total that the device waits for transfers
   HBM        memory that a device needs at most
-  order      transfers that run beside other work, and those with a matmul to hide behind
+  order      transfers that overlap with other work, and transfers that overlap with a matmul
 
 examples:
   jaxpar predict
@@ -63,27 +63,26 @@ examples:
   jaxpar predict model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   jaxpar predict model:make_step     # called with the mesh, returns (function, args)
   jaxpar predict --target v5p:4x4x4 --compiler-options none   # the compiler's defaults
-  jaxpar predict --validate --target v6e,h100  # beside measurements
-A trace opens in https://ui.perfetto.dev or chrome://tracing. The picture shows bars too short to be
-told apart, as of a long loop, as stacked shares of time.
-Compiled programs are kept in the user's folder for caches: --no-cache compiles anew.
+  jaxpar predict --validate --target v6e,h100  # compared with measurements
+A trace opens in https://ui.perfetto.dev or chrome://tracing. In the picture, bars that are too
+short to see, as in a long loop, become stacked shares of time.
+Compiled programs are saved in the user's cache folder: --no-cache compiles again.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `predict` to the subcommands of `jaxpar`."""
-    what = "show what communication a compiler's schedule exposes, without the devices"
+    what = "predict which communication is exposed, without the devices"
     parser = add_command(commands, "predict", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", nargs="?", metavar="module:function", help="what to compile in place of ops")
     add_function_arguments(add)
     add_operations(add, DEFAULT_SHAPE)
-    add("--modes", help=f"of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
+    add("--modes", help=f"some of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
     add_dtype(add, "bfloat16")
     add(
         "--wire-dtype",
-        help="dtype in which partial sums travel; of int8 or float8_e4m3fn: in which "
-        "floats are gathered, with scales",
+        help="dtype in which partial sums travel; with int8 or float8_e4m3fn, gathered floats "
+        "travel in it, with scales",
     )
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
@@ -96,16 +95,16 @@ def add_parser(commands: Any) -> None:
     add(
         "--figures",
         default="measured",
-        help="measured: links as fitted to public measurements, and of GPUs XLA's tables; or book: "
-        "links as the vendor publishes them, and no tables (default: %(default)s)",
+        help="measured: link speeds fitted to public measurements, and XLA's tables of GPUs; or "
+        "book: link speeds of the vendor, and no tables (default: %(default)s)",
     )
     add(
         "--validate",
         action="store_true",
-        help="compare predictions with measurements, of all chips or those of --target",
+        help="compare predictions with measurements, of all chips or of those in --target",
     )
     add_cache(add)
-    add("--jobs", type=int, default=0, help="targets at a time (default: one a core)")
+    add("--jobs", type=int, default=0, help="targets at a time (default: one for each core)")
     add("--plot", metavar="FILE.png", help="draw the timelines")
     add("--json", metavar="FILE", help="write everything, each event and the figures included")
     add("--trace", metavar="FILE", help="write the timelines as a Chrome or Perfetto trace")
@@ -113,14 +112,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles and reports; returns the exit status."""
     return status_of("jaxpar predict", partial(_run, args))
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.validate:
         return run_validation(args)
-    # All that can be refused is refused before the compilers start.
+    # Refuse bad arguments before the compilers start.
     requests = parse_requests(args)
     require_reportable(args, ("json", "trace", "plot"))
     jobs = min(args.jobs or os.cpu_count() or 1, len(requests))
@@ -133,15 +131,38 @@ def _run(args: argparse.Namespace) -> int:
                 print_report(report, request, console)
         print_notes(reports, console)
         _write(args, reports, requests)
-    failures = [(report.target, failure) for report in reports for failure in report.failures]
-    for target, failure in failures:
-        where = f"{target} {failure.label}".rstrip()
-        # Most refusals name their option; the target says for which of several.
-        print_error("jaxpar predict", f"{where}: {failure.reason}")
+    for text in failure_lines(reports):
+        print_error("jaxpar predict", text)
+    failures = [failure for report in reports for failure in report.failures]
     if not failures:
         return 0
     served = any(report.predictions for report in reports)
-    return 1 if served or not all(failure.usage for _, failure in failures) else 2
+    return 1 if served or not all(failure.usage for failure in failures) else 2
+
+
+def failure_lines(reports: Sequence[TargetResults]) -> list[str]:
+    """Returns a line for each different reason, with all programs that failed for it."""
+    rows: dict[str, list[str]] = {}
+    for report in reports:
+        for failure in report.failures:
+            rows.setdefault(failure.reason, []).append(f"{report.target} {failure.label}".rstrip())
+    lines: list[str] = []
+    for reason, labels in rows.items():
+        if len(labels) == 1:
+            lines.append(f"{labels[0]}: {reason}")
+            continue
+        # The last word of a label is the mode, if there is one.
+        modes: dict[str, list[str]] = {}
+        for label in labels:
+            case, _, mode = label.rpartition(" ")
+            modes.setdefault(case, []).append(mode)
+        named = (
+            f"{case} ({', '.join(some)})" if case else ", ".join(some)
+            for case, some in modes.items()
+        )
+        what = "rows" if any(modes) else "targets"
+        lines.append(f"{reason}; in {len(labels)} {what}: {', '.join(named)}")
+    return lines
 
 
 def _write(args: argparse.Namespace, reports: list[TargetResults], requests: list[Request]) -> None:
@@ -159,7 +180,7 @@ def _programs(request: Request) -> int:
 
 
 def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[TargetResults]:
-    """Serves each request in a process of its own, `jobs` at a time."""
+    """Serves each request in its own process, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         try:
             return list(pool.map(partial(_run_one, tick=tick), requests))
@@ -178,11 +199,7 @@ def _run_one(request: Request, tick: Tick) -> TargetResults:
 
 
 def parse_requests(args: argparse.Namespace) -> list[Request]:
-    """Returns what to compile for each target.
-
-    Raises:
-      UsageError: what needs no compiler to be refused.
-    """
+    """Returns what to compile for each target; raises `UsageError`."""
     _require_one_kind(args)
     if args.jobs < 0:
         raise UsageError(f"--jobs {args.jobs} must not be negative")

@@ -1,4 +1,4 @@
-"""What there is to compile for a target: the bench's operations, or a function of the user's."""
+"""The programs to compile for a target."""
 
 import re
 import sys
@@ -34,8 +34,6 @@ from jaxpar.tools.timeline.timeline import of_arrays
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """One program to compile, and how to find its floor once it is."""
-
     case: str
     mode: str
     function: Callable[..., Any]
@@ -44,11 +42,7 @@ class PlannedProgram:
 
 
 def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgram]:
-    """Returns the programs of a request.
-
-    Raises:
-      UsageError: shapes that do not fit the mesh, or a function that cannot be had.
-    """
+    """Returns the programs of a request; raises `UsageError` if shapes do not fit."""
     if request.function is not None:
         return [_of_function(request, target)]
     shapes = parse_shapes(",".join(request.shapes))
@@ -65,13 +59,13 @@ def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgra
 
 
 def requested_options(request: Request, target: Target) -> dict[str, Any]:
-    """Returns the compiler options of a request: the target's, unless it is bare, and further."""
+    """Returns the compiler options of a request, with the target's unless it is bare."""
     own = {} if request.bare else compiler_options(target)
     return {**own, **request.compiler_options}
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
-    """Returns the floor of an operation: the least over all ways to part it."""
+    """Returns the least floor of an operation over all splits of its work."""
     size = ring_size(target.mesh, ring)
     # `matmul_floor` counts both passes itself.
     sent = op.least_sent(shape, size, request.grad) / (2 if request.grad else 1)
@@ -88,11 +82,11 @@ def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request)
 
 
 def _width(op: Op, request: Request) -> float:
-    """Bytes of a number that travels, the mean of both passes."""
+    """Returns the bytes of a number that travels, averaged over both passes."""
     dtype = jnp.dtype(request.dtype)
     if gathered_by(request.wire_dtype, dtype) is None:
         return min(jnp.dtype(name).itemsize for name in (dtype, request.wire_dtype or dtype))
-    # Of the two passes one gathers, in 8 bits, and one sums; an all-reduce does no other.
+    # One pass gathers, in 8 bits, and the other sums. An all-reduce only sums.
     if not op.out:
         return dtype.itemsize
     sums_first = op.lhs == op.rhs
@@ -112,7 +106,7 @@ def _of_op(
     ]
     options = {"wire_dtype": request.wire_dtype} if request.wire_dtype else {}
 
-    @cache  # the modes share it, and it takes compiles of its own
+    @cache  # shared by the modes, since it compiles
     def floor() -> Floor:
         return op_floor(target, op, shape, ring, request)
 
@@ -166,7 +160,7 @@ def find_function(text: str) -> Callable[..., Any]:
 
 
 def _ask(function: Callable[..., Any], text: str, target: Target) -> Any:
-    """Has the function itself, called with the mesh, say what to compile."""
+    """Calls the user's function with the mesh; returns (function, args)."""
     remedy = "give its arguments as in --args 'bf16[8192,8192]@tp,-', or return (function, args)"
     try:
         made = function(target.mesh)
@@ -182,7 +176,10 @@ def _ask(function: Callable[..., Any], text: str, target: Target) -> Any:
 
 
 def _with_gradients_of_floats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The last argument has the cotangents, which as constants would simplify the program."""
+    """Returns a function whose last argument has the cotangents.
+
+    As constants, they would simplify the program.
+    """
 
     def forward_and_backward(*args: Any) -> Any:
         *operands, cotangents = args
@@ -210,7 +207,7 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-# -- abstract arrays as they are written on the command line ---------------------------------------
+# -- abstract arrays on the command line -----------------------------------------------------------
 
 _FORM = re.compile(r"([\w]+)\[([0-9, ]*)\](?:@(.*))?")
 _SHORT = {
@@ -222,7 +219,7 @@ _SHORT = {
 
 
 def parse_operand(text: str) -> tuple[Any, tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """Returns the dtype, the global shape, and for each dimension the axes that shard it."""
+    """Returns the dtype, the global shape, and the mesh axes of each dimension."""
     found = _FORM.fullmatch(text.replace(" ", ""))
     if found is None:
         raise UsageError(f"--args {text!r} is not dtype[shape]@axes, as in 'bf16[8192,8192]@tp,-'")
@@ -246,7 +243,6 @@ def parse_operand(text: str) -> tuple[Any, tuple[int, ...], tuple[tuple[str, ...
 
 
 def operand(text: str, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array, sharded over the mesh."""
     dtype, shape, dims = parse_operand(text)
     for dim, (length, names) in enumerate(zip(shape, dims, strict=False)):
         missing = [name for name in names if name not in mesh.axis_names]

@@ -1,4 +1,4 @@
-"""What a prediction consists of, in words, and its way through JSON."""
+"""The parts of a prediction, in words and as JSON."""
 
 import json
 import platform
@@ -11,52 +11,52 @@ from jaxpar.schedule import Event, Floor, Memory, Timeline
 from jaxpar.tools.private_names import write_text
 
 NOTE = (
-    "This is the compiler's schedule played on a model of the chip, not a measurement. Transfers "
-    "have their links to themselves and take nothing of the memory's bandwidth: how they contend "
-    "with what computes is not known."
+    "Predicted, not measured: the compiler's schedule is simulated on a model of the chip. In the "
+    "model, transfers take no memory bandwidth from compute, since no figures of that are "
+    "published."
 )
 MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
 GPU_NOTE = (
-    "~ These times are rooflines, some or all: the installed CUDA plugin has no table of the GPU, "
-    "or not of these sizes and transfers."
+    "~ Some or all of these times are rooflines: the installed CUDA plugin has no table of this "
+    "GPU, or of these sizes and transfers."
 )
 
-Tick = Callable[[str], None]  # called with the label of what was compiled
+Tick = Callable[[str], None]  # called with the label of the compiled program
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one process compiles: programs for one target."""
+    """The programs that one process compiles for one target."""
 
     target: str
     mesh: str
     axis: str | None
     function: str | None  # module:function; None: the operations below
-    args: tuple[str, ...]  # of the function, as on the command line
+    args: tuple[str, ...]  # the function's arguments, as on the command line
     ops: tuple[str, ...]
     shapes: tuple[str, ...]
     modes: tuple[str, ...]
     dtype: str
     wire_dtype: str | None
     grad: bool
-    bare: bool  # without the compiler options that the chip should have
-    compiler_options: Mapping[str, Any]  # further ones
+    bare: bool  # without the chip's compiler options
+    compiler_options: Mapping[str, Any]  # besides the chip's
     figures: Literal["measured", "book"]
-    cache: bool  # take programs that were compiled before
+    cache: bool  # use programs that were compiled before
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What all programs of a target have in common."""
+    """The facts that all programs of a target share."""
 
     platform: str
     device_kind: str
     devices: int
     mesh: dict[str, int]
-    ring: tuple[str, ...]  # empty for a function, which has rings of its own
-    links_apart: int  # at most, from one device of a ring to the next
-    disjoint: bool  # whether it is over several axes that are closed rings of links
-    not_closed: tuple[str, ...]  # of several axes on a torus, why some are none
+    ring: tuple[str, ...]  # empty for a function
+    links_apart: int  # the most links between neighbours of a ring
+    disjoint: bool  # whether the ring has several axes that are closed rings of links
+    not_closed: tuple[str, ...]  # why some axes on a torus are no closed rings
     chip: dict[str, Any]  # the figures used
     compiler_options: dict[str, Any]
     versions: dict[str, str]  # of jax and of the compiler
@@ -64,7 +64,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One program: its schedule, and the time that no schedule of it beats."""
+    """One program: its schedule, and a time that no schedule of it beats."""
 
     case: str  # operation and global shape, or the function
     mode: str  # empty for a function
@@ -73,21 +73,19 @@ class Prediction:
     memory: Memory
     compile_seconds: float
     same_as: str | None  # the mode that compiles to the same program
-    bands: tuple[str, ...] = ()  # how far predictions of such work were off
+    bands: tuple[str, ...] = ()  # errors of predictions of such work
 
     @property
     def exposed_share(self) -> float:
-        """The share of the time in which the device waits for transfers."""
         return self.timeline.exposed / self.timeline.total if self.timeline.total else 0.0
 
     @property
     def ratio(self) -> float | None:
-        """The time over the floor."""
         return self.timeline.total / self.floor.total if self.floor.total else None
 
     @property
     def order(self) -> str:
-        """How many transfers the compiler runs beside other work, and beside matmuls."""
+        """Returns how many transfers overlap with other work, and with matmuls."""
         transfers = self.timeline.transfers
         if not transfers:
             return "no transfers"
@@ -99,41 +97,35 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """Case and mode."""
         return f"{self.case} {self.mode}".rstrip()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A program, or with an empty label a target, that gave no prediction."""
+    """A program without a prediction; with an empty label, a target."""
 
     label: str
     reason: str
-    usage: bool = False  # an argument that cannot be served, not something that went wrong
+    usage: bool = False  # whether an argument is wrong
 
 
 @dataclass
 class TargetResults:
-    """All that came of one target."""
-
     target: str
     facts: Facts | None = None
     predictions: list[Prediction] = field(default_factory=list[Prediction])
     failures: list[Failure] = field(default_factory=list[Failure])
-    begun: str = ""  # the label of the program that its process compiles
+    begun: str = ""  # the label of the program that is being compiled
 
     @property
     def approximate(self) -> bool:
-        """Whether times are rooflines, some or all."""
         return any("roofline" in one.timeline.estimate for one in self.predictions)
 
     @property
     def measured(self) -> bool:
-        """Whether times are those of a trace."""
         return any(one.timeline.estimate == "measured" for one in self.predictions)
 
     def take(self, record: Mapping[str, Any], tick: Tick) -> None:
-        """Takes in what its process says."""
         [(kind, found)] = record.items()
         match kind:
             case "facts":
@@ -149,7 +141,6 @@ class TargetResults:
 
 
 def header(report: TargetResults, request: Request) -> str:
-    """The line above a target's results: for what they were compiled."""
     parts = [report.target]
     if facts := report.facts:
         mesh = ",".join(f"{name}={size}" for name, size in facts.mesh.items())
@@ -161,7 +152,6 @@ def header(report: TargetResults, request: Request) -> str:
 
 
 def compiled_by(report: TargetResults) -> str:
-    """The compiler that a target's results come from."""
     facts = report.facts
     found = {} if facts is None else facts.versions
     text = ", ".join(f"{name} {text}" for name, text in found.items())
@@ -171,12 +161,11 @@ def compiled_by(report: TargetResults) -> str:
 
 
 def phase(request: Request) -> str:
-    """Forward, or with the gradients."""
     return "forward+backward" if request.grad else "forward"
 
 
 def notes(report: TargetResults) -> list[str]:
-    """What a reader must know to judge a target's results."""
+    """Returns what a reader must know to judge a target's results."""
     found: list[str] = []
     facts = report.facts
     if facts:
@@ -190,31 +179,29 @@ def notes(report: TargetResults) -> list[str]:
             )
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
-        found.append(f"loops of unknown length count as one trip: {', '.join(sorted(loops))}")
+        found.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")
     return found
 
 
 def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str]:
-    """Whether a ring's transfers share links, and why its axes have no rings that do not."""
     found: list[str] = []
     names = ",".join(facts.ring)
     others = {p.same_as or p.mode for p in predictions} - {"naive", "multi-ring"}
     if facts.links_apart > 1 and (others or not facts.disjoint):
         found.append(
             f"neighbours on the ring {names} are up to {facts.links_apart} links apart on this "
-            "mesh, so that transfers share links"
-            + ("; those of multi-ring do not" if facts.disjoint else "")
+            "mesh, so transfers share links"
+            + ("; transfers of multi-ring do not" if facts.disjoint else "")
         )
     if facts.not_closed and {p.mode for p in predictions} & {"auto", "multi-ring"}:
         found.append(
-            f"no rings over {names} are of one link each and share none: "
-            f"{', '.join(facts.not_closed)}; auto does not take multi-ring"
+            f"over {names}, no rings have hops of one link and share no link: "
+            f"{', '.join(facts.not_closed)}; auto does not choose multi-ring"
         )
     return found
 
 
 def write_json(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
-    """Writes one object, with an entry a target."""
     record = {
         "jaxpar": jaxpar.__version__,
         "python": platform.python_version(),
@@ -244,7 +231,7 @@ def _entry(report: TargetResults, request: Request) -> dict[str, Any]:
 
 
 def prediction_from(record: Mapping[str, Any]) -> Prediction:
-    """The inverse of `dataclasses.asdict` of a prediction."""
+    """Inverts `dataclasses.asdict` of a prediction."""
     played = dict(record["timeline"])
     played["events"] = tuple(
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")
@@ -258,17 +245,14 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
 
 
 def facts_from(record: Mapping[str, Any]) -> Facts:
-    """The inverse of `dataclasses.asdict` of `Facts`."""
     return Facts(**_with_tuples(record, "ring", "not_closed"))
 
 
 def request_from(record: Mapping[str, Any]) -> Request:
-    """The inverse of `dataclasses.asdict` of a request."""
     return Request(**_with_tuples(record, "args", "ops", "shapes", "modes"))
 
 
 def _with_tuples(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """JSON has lists only."""
     fields = dict(record)
     for name in names:
         fields[name] = tuple(fields[name])

@@ -1,4 +1,4 @@
-"""`jaxpar predict --validate`: predictions beside what others measured and published."""
+"""`jaxpar predict --validate`: compares predictions with published measurements."""
 
 import argparse
 import json
@@ -16,13 +16,13 @@ from jaxpar.tools.program.cache import default_folder
 from jaxpar.tools.timeline.target import TPUS
 
 NOTE = (
-    "Errors are predicted / measured - 1; median and worst are those of rows that no constant was "
-    "fitted to, from and to those of all rows. Large operations take 20 us or more."
+    "Errors are predicted / measured - 1. Median and worst are over rows that no constant was "
+    "fitted to; from and to are over all rows. Large operations take 20 us or more."
 )
 
 
 def run_validation(args: argparse.Namespace) -> int:
-    """Compiles and plays what was measured, and prints a row for each class."""
+    """Compiles and simulates what was measured; prints a row for each class."""
     given = {name for name, value in vars(args).items() if value != args.default_of(name)}
     if others := sorted(given - {"command", "json", "target", "validate"}):
         raise UsageError(
@@ -52,7 +52,7 @@ def run_validation(args: argparse.Namespace) -> int:
 
 
 def _chips(named: str | None) -> list[str]:
-    """The chips of `--target`, or those that something is published of and a compiler is there."""
+    """Returns the chips of `--target`, or all that have measurements and a compiler."""
     known = sorted({one.chip for one in measurements()})
     there = [chip for chip in known if _compiler(chip) in compilers()]
     chips = there if named is None else named.split(",")
@@ -74,10 +74,7 @@ def _compiler(chip: str) -> str:
 def validated(
     chips: Collection[str], tick: Callable[[str], None]
 ) -> tuple[list[Held], dict[str, str]]:
-    """Holds predictions against what was measured on chips; and says why some cannot be.
-
-    Each compiler has a process of its own.
-    """
+    """Predicts what was measured; returns also why some rows cannot be predicted."""
     rows = {one.name: one for one in measurements()}
     found, failed = list[Held](), dict[str, str]()
 
@@ -98,7 +95,7 @@ def validated(
 
 
 def serve(names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The process of one compiler: yields of each measurement what is predicted, or why not."""
+    """Yields the prediction of each measurement, or why there is none."""
     for one in measurements():
         if one.name in names:
             found = validate(one, default_folder())
@@ -109,7 +106,6 @@ def serve(names: Collection[str]) -> Iterator[dict[str, Any]]:
 
 
 def record(one: Held) -> dict[str, Any]:
-    """A measurement, what was predicted of it, and the error."""
     return {**asdict(one.measured), "held_out": one.measured.is_held_out,
             "predicted": one.predicted, "error": one.error}  # fmt: skip
 

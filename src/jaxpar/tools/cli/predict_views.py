@@ -1,4 +1,4 @@
-"""Predictions as a table on the terminal, as a picture, and as a trace for Perfetto and Chrome."""
+"""Predictions as a table, as a picture, and as a trace for Perfetto and Chrome."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ _PADDING = (0, 1, 0, 0)
 
 
 def print_report(report: TargetResults, request: Request, console: Any) -> None:
-    """Prints a section a case. Colour marks what is near its floor and what is not."""
+    """Prints a section a case; colour marks the share that is exposed."""
     escape = require_extra("rich.markup").escape
     console.print(f"[bold]{escape(header(report, request))}[/]", highlight=False)
     if found := compiled_by(report):
@@ -60,7 +60,6 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 
 
 def print_notes(reports: list[TargetResults], console: Any) -> None:
-    """Prints what holds for all of the output."""
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     found = [one for report in reports for one in report.predictions]
     bands = dict.fromkeys(band for one in found for band in one.bands)
@@ -68,10 +67,9 @@ def print_notes(reports: list[TargetResults], console: Any) -> None:
     kernels = {name for one in found for name in one.timeline.kernels_of_unknown_cost}
     lines += map(at_least, sorted(kernels))
     lines.append(
-        "floor: the matmul in one piece (of a function, its FLOPs at peak), or the bytes alone "
-        "over all links of the group. "
-        "exposed: waiting for transfers. order: transfers that run beside other work, and those "
-        "that have a matmul to hide behind."
+        "floor: the matmul in one piece (for a function, its FLOPs at peak), or the bytes over all "
+        "links of the group, whichever is longer. exposed: waiting for transfers. order: transfers "
+        "that overlap with other work, and transfers that overlap with a matmul."
     )
     console.print("\n".join(lines), style="dim", highlight=False)
 
@@ -102,7 +100,6 @@ def write_trace(path: str, reports: Sequence[TargetResults]) -> None:
 
 
 def trace(reports: Sequence[TargetResults]) -> dict[str, Any]:
-    """The trace: times are microseconds of the model."""
     chosen = [
         (report.target, prediction)
         for report in reports
@@ -118,7 +115,6 @@ def trace(reports: Sequence[TargetResults]) -> dict[str, Any]:
 
 
 def _note(reports: Sequence[TargetResults]) -> str:
-    """Where the times come from."""
     return MEASURED_NOTE if any(report.measured for report in reports) else NOTE
 
 
@@ -127,7 +123,7 @@ def _program(pid: int, target: str, prediction: Prediction) -> Iterator[dict[str
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
     tid = 0
     for row, events in rows_of(prediction.timeline).items():
-        # Events of one thread must nest, and transfers that share a link only overlap.
+        # Events of one thread must nest, but transfers that share a link only overlap.
         for number, part in enumerate(without_overlap(events), start=1):
             tid += 1
             yield _name("thread_name", pid, tid, row if number == 1 else f"{row} ({number})")
@@ -161,11 +157,11 @@ def _complete(pid: int, tid: int, event: Event) -> dict[str, Any]:
     }
 
 
-# -- rows, as the picture has them too -------------------------------------------------------------
+# -- rows of the trace and the picture -------------------------------------------------------------
 
 
 def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
-    """Events by row: computing first, then where transfers go, memory copies last."""
+    """Returns events by row: compute first, then transfers, memory copies last."""
     found: dict[str, list[Event]] = {"compute": []}
     for event in timeline.events:
         found.setdefault(event.row, []).append(event)
@@ -174,7 +170,7 @@ def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
 
 
 def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Event]]:
-    """Splits a row so that no two events of a part run at the same time, up to `slack` seconds."""
+    """Splits a row into parts whose events overlap by at most `slack` seconds."""
     parts: list[list[Event]] = []
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         for part in parts:
@@ -187,7 +183,7 @@ def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Ev
 
 
 def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
-    """The share of each interval between two `edges` that events take; at most 1."""
+    """Returns the share of each interval between two `edges` that events take; at most 1."""
     spans = np.array([(event.start, event.end) for event in events]).reshape(-1, 2)
     start, end = spans[:, :1], spans[:, 1:]  # [events, 1]
     until = np.clip(edges, start, end) - start  # [events, edges]: seconds of it so far
@@ -195,16 +191,16 @@ def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
 
 
 def _lane(row: str) -> tuple[str, bool, str]:
-    """Up the axis before down it."""
+    """Returns a key that puts the axis' positive direction first."""
     return row.partition(" ")[0], "-" in row.partition(" ")[2][:1], row
 
 
-# Of the Okabe-Ito palette, which colour-blind readers tell apart.
+# Hues of the Okabe-Ito palette, which is safe for colour-blind readers.
 _MATMUL, _OTHER, _TRANSFER, _SYNCHRONOUS = "#0072B2", "#9CCBE8", "#E69F00", "#A65E00"
 _WAIT = "#D0021B"
-_BINS = 250  # a shorter bar than this part of the axis has no room for an edge
+_BINS = 250  # a bar shorter than this part of the axis has no room for an edge
 
-Looks = dict[str, Callable[[Event], bool]]  # by colour, what of a row it shows
+Looks = dict[str, Callable[[Event], bool]]  # by colour, the events of a row
 _COMPUTE: Looks = {
     _MATMUL: lambda event: event.kind == "compute" and event.is_matmul,
     _OTHER: lambda event: event.kind == "compute" and not event.is_matmul,
@@ -219,7 +215,7 @@ Group = tuple[TargetResults, Request, list[Prediction]]  # the modes of one case
 
 
 def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
-    """Draws a block a target and case, and in it a panel a mode over one time axis."""
+    """Draws a block for each target and case, with a panel for each mode."""
     lines = _layout(reports, requests)
     columns = len(lines[0])
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
@@ -245,7 +241,7 @@ def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequenc
 def _layout(
     reports: Sequence[TargetResults], requests: Sequence[Request]
 ) -> list[list[Group | None]]:
-    """Lines of blocks: a column a target, or two columns of one target's cases."""
+    """Returns lines of blocks: a column a target, or two columns for one target."""
     columns: list[list[Group | None]] = [
         [
             (report, request, list(group))
@@ -264,7 +260,6 @@ def _shown(group: Group) -> list[Prediction]:
 
 
 def _rows(prediction: Prediction) -> dict[str, list[Event]]:
-    """Those with something to see; copies between a chip's memories are left to the trace."""
     found = rows_of(prediction.timeline)
     return {row: events for row, events in found.items() if row != "memory"}
 
@@ -307,7 +302,7 @@ def _title(prediction: Prediction, others: list[str], about: str) -> str:
 def _draw_panel(panel: Any, prediction: Prediction) -> None:
     rows = _rows(prediction)
     total = prediction.timeline.total
-    # A transfer's last hop of latency runs into the next one, which nobody can see.
+    # A transfer's last hop of latency overlaps with the next transfer, too little to see.
     slack = 0.005 * total
     for position, (row, events) in enumerate(rows.items()):
         looks = _COMPUTE if row == "compute" else _TRANSFERS
@@ -328,7 +323,6 @@ def _draw_panel(panel: Any, prediction: Prediction) -> None:
 
 
 def _is_dense(events: Sequence[Event], axis: float) -> bool:
-    """Whether most events are too short to be told apart, as in a loop of many trips."""
     seconds = sorted(event.seconds for event in events if event.seconds > 1e-7)
     return len(seconds) > _BINS / 2 and seconds[len(seconds) // 2] < axis / _BINS
 
@@ -336,7 +330,7 @@ def _is_dense(events: Sequence[Event], axis: float) -> bool:
 def _draw_shares(
     panel: Any, events: Sequence[Event], position: float, looks: Looks, total: float
 ) -> None:
-    """Stacks the shares of time: single bars would hide each other, whichever comes last."""
+    """Stacks the shares of time, since single bars would hide each other."""
     edges = np.linspace(0, total, _BINS + 1)
     low = np.full(_BINS, position + 0.4)
     for colour, belongs in looks.items():

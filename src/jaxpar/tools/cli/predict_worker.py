@@ -1,4 +1,4 @@
-"""The process of one target: reads a request, compiles, and says what it finds as it goes."""
+"""The process of one target: compiles the programs of a request."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -38,7 +38,7 @@ def serve(request: Request) -> Iterator[Record]:
         yield _failure("", where(reason))
         return
     yield {"facts": asdict(facts_of(request, target, ring, chosen))}
-    texts: dict[tuple[str, str], str] = {}  # the mode that first compiled to a text
+    texts: dict[tuple[str, str], str] = {}  # the first mode that compiled to a text
     for program in chosen:
         label = f"{program.case} {program.mode}".rstrip()
         yield {"begin": label}
@@ -73,7 +73,7 @@ def _predict(
 
 
 def compiled_program(program: PlannedProgram, request: Request, target: Target) -> CompiledProgram:
-    """The program of a request as its target's compiler makes it, now or before."""
+    """Returns the compiled program of a request, perhaps from the cache."""
     return compile_for(
         program.function,
         target,
@@ -84,7 +84,7 @@ def compiled_program(program: PlannedProgram, request: Request, target: Target) 
 
 
 def target_of(request: Request, needs_figures: bool = True) -> Target:
-    """Describes the target of a request; what is measured needs no figures of its chip."""
+    """Returns the described target of a request; a measurement needs no figures."""
     try:
         found = describe(request.target, request.mesh, figures=request.figures)
     except (ImportError, ValueError) as reason:
@@ -109,7 +109,7 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
 
 def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedProgram]) -> Facts:
     first = target.mesh.devices.flat[0]
-    # Besides those requested, a function of `jaxpar.jit` keeps its own.
+    # A function of `jaxpar.jit` keeps its own options, besides the requested ones.
     _, options = jitted_with(chosen[0].function, requested_options(request, target))
     not_closed = _not_closed(target, ring)
     compilers = ("jax", *COMPILER_PACKAGES["tpu" if target.platform == "tpu" else "gpu"])
@@ -129,7 +129,7 @@ def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedP
 
 
 def _not_closed(target: Target, ring: Ring) -> list[str] | None:
-    """Why axes of a ring over several are no closed rings of links; None of another ring."""
+    """Returns why axes of a ring over several are no closed rings; None for other rings."""
     long = [name for name in ring if target.mesh.shape[name] > 1]
     if len(long) < 2 or target.platform != "tpu":
         return None
@@ -141,7 +141,7 @@ def _not_closed(target: Target, ring: Ring) -> list[str] | None:
 
 
 def where(reason: BaseException) -> str:
-    """What went wrong, and in which line of a file of the user's."""
+    """Returns what went wrong, and in which line of the user's files."""
     frames = extract_tb(reason.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

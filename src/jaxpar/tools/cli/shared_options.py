@@ -1,7 +1,9 @@
-"""What the options of the commands have in common: their help, their meaning, their refusals."""
+"""Options that several commands share: help, parsing and refusals."""
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ Add = Callable[..., Any]  # `add_argument` of a parser, or of a group of its arg
 
 
 def add_command(commands: Any, name: str, help: str, description: str, epilog: str) -> Any:
-    """Adds a subcommand, whose description and epilog are shown as they are."""
+    """Adds a subcommand; its description and epilog are shown as they are."""
     return commands.add_parser(
         name,
         help=help,
@@ -27,64 +29,58 @@ def add_command(commands: Any, name: str, help: str, description: str, epilog: s
 
 
 def add_operations(add: Add, shapes: str) -> None:
-    """Adds which matmuls, and of what sizes; both are None where the default is to be taken."""
     default = ",".join(DEFAULT_OPS)
     add("--ops", help=f"operations, or 'all': {', '.join(OPS)} (default: {default})")
     add("--shapes", help=f"global sizes MxKxN of lhs[M, K] @ rhs[K, N] (default: {shapes})")
 
 
 def add_dtype(add: Add, default: str) -> None:
-    """Adds the dtype of the operands; None where the default is to be taken."""
     add("--dtype", help=f"{', '.join(DTYPES)} (default: {default})")
 
 
 def add_mesh(add: Add) -> None:
-    """Adds the mesh, and which of its axes are the ring."""
     add(
         "--mesh",
         default="tp=-1",
-        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+        help="axis names and sizes, -1 for all devices that are left (default: %(default)s)",
     )
     add("--axis", help="axis of the ring, or several as in dp,tp (default: the mesh's last axis)")
 
 
 def add_function_arguments(add: Add) -> None:
-    """Adds the arguments of a `module:function`."""
     add(
         "--args",
         nargs="+",
         default=[],
         metavar="ARG",
-        help="its arguments, as dtype[shape]@axes: one entry a dimension, - for none, dp+tp for "
-        "several; without them the function is called with the mesh and returns (function, args)",
+        help="its arguments as dtype[shape]@axes: one entry for each dimension, - for no axis, "
+        "dp+tp for two axes. Without --args, the function is called with the mesh and returns "
+        "(function, args)",
     )
 
 
 def add_compiler_options(add: Add) -> None:
-    """Adds what the compiler is told."""
     add(
         "--compiler-options",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="besides those of jaxpar.compiler_options; none in front of them: in place of those",
+        help="options besides those of jaxpar.compiler_options; after the word none, instead of "
+        "those",
     )
 
 
 def add_cache(add: Add) -> None:
-    """Adds whether programs are taken that were compiled before."""
-    add("--no-cache", action="store_true", help="do not use compiled programs of earlier calls")
+    add("--no-cache", action="store_true", help="compile again what earlier calls compiled")
 
 
 def add_processes(add: Add) -> None:
-    """Adds what several processes of one run must know of each other."""
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
-    add("--process-id", type=int, metavar="I", help="0 to N-1; only process 0 reports")
-    add("--num-processes", type=int, metavar="N", help="processes in all")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0, for all processes")
+    add("--process-id", type=int, metavar="I", help="this process, 0 to N-1; only 0 reports")
+    add("--num-processes", type=int, metavar="N", help="number of processes")
 
 
 def parse_ops(text: str) -> list[Op]:
-    """Returns the operations named in a list with commas."""
     if text == "all":
         return list(OPS.values())
     return [OPS[name] for name in parse_names("--ops", text, OPS, more="; or write all")]
@@ -100,14 +96,12 @@ def parse_names(option: str, text: str, known: Collection[str], more: str = "") 
 
 
 def parse_dtype(name: str) -> str:
-    """Returns the name of a dtype that operands can have."""
     if name not in DTYPES:
         raise UsageError(f"--dtype {name!r} is not among {', '.join(DTYPES)}")
     return name
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Returns M, K, N of each shape in a list with commas."""
     return [_parse_shape(shape) for shape in text.split(",")]
 
 
@@ -121,7 +115,7 @@ def _parse_shape(text: str) -> Shape:
 
 
 def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
-    """Returns the axes of the ring, the mesh's last one where none is named."""
+    """Returns the axes of the ring, by default the mesh's last one."""
     ring = tuple(axis.split(",")) if axis else (mesh.axis_names[-1],)
     if len(set(ring)) != len(ring) or not set(ring) <= set(mesh.axis_names):
         raise UsageError(
@@ -131,11 +125,36 @@ def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
     return ring
 
 
-def mesh_error(mesh: str, reason: Exception, left: str = "what the other axes leave") -> str:
-    """Says why `make_mesh` refuses the text of `--mesh`, and what a size of -1 takes."""
-    # What follows the semicolon is a remedy for who calls make_mesh, which is not who reads it.
-    said = str(reason).removeprefix("make_mesh: ").partition("; ")[0]
-    return f"--mesh {mesh}: {said}; a size of -1 takes {left}"
+def mesh_error(mesh: str, reason: Exception) -> str:
+    """Returns why `make_mesh` refuses the text of `--mesh`, and what fits."""
+    said = str(reason).removeprefix("make_mesh: ")
+    if found := _MISMATCH.search(said):
+        needed, there = map(int, found.groups())
+        text = f"--mesh {mesh} takes {needed} devices, but there are {there}"
+        return f"{text}; use --mesh {_fitting(mesh, there)}"
+    if found := _INDIVISIBLE.search(said):
+        said, _, _ = said.partition("; ")
+        return f"--mesh {mesh}: {said}; the other sizes must divide {found[1]}"
+    return f"--mesh {mesh}: {said}"
+
+
+# The refusals of make_mesh whose remedy is for its callers, not for users of a command.
+_MISMATCH = re.compile(r" = (\d+) devices, but there are (\d+)\b")
+_INDIVISIBLE = re.compile(r"which does not divide (\d+) devices")
+
+
+def _fitting(mesh: str, devices: int) -> str:
+    """Returns the mesh with one size changed, so that it takes all devices."""
+    parts = [part.partition("=") for part in mesh.split(",")]
+    sizes = {name.strip(): int(size) for name, _, size in parts}
+    for name in reversed(sizes):
+        others = prod(sizes.values()) // sizes[name]
+        if devices % others == 0:
+            sizes[name] = devices // others
+            break
+    else:  # no single size fits: the last axis takes all devices
+        sizes = {**dict.fromkeys(sizes, 1), [*sizes][-1]: devices}
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
@@ -161,7 +180,7 @@ def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
-    """Raises `UsageError` where a report could not be written once everything is done."""
+    """Raises `UsageError` if a report could not be written at the end."""
     require_extra("rich.console")
     require_folders(args, files)
     if args.plot:
@@ -172,7 +191,7 @@ def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
 
 
 def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
-    """Raises `UsageError` where a file cannot be written because of its folder."""
+    """Raises `UsageError` if a file cannot be written because of its folder."""
     for option in files:
         path = getattr(args, option.replace("-", "_"))
         if path and not Path(path).absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`jaxpar tune`: tries the ways at each call site of a program, and writes down the fastest."""
+"""`jaxpar tune`: tries the algorithms at each call site, and writes down the fastest."""
 
 import argparse
 import shlex
@@ -33,18 +33,18 @@ from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.private_names import AUTO, NAMED
 
 DESCRIPTION = """\
-Tries the ways at each call site of a program where mode="auto" would choose by a model, forward and
-backward apart, and writes down the fastest in a file that the program loads.
+Tries the algorithms at each call site of jaxpar with mode="auto". It tries forward and backward
+passes one at a time, and writes the fastest algorithms to a file that the program loads.
 
-With --target every program is compiled and predicted, as by predict, for devices that need not be
-there; without it, compiled and timed on the devices at hand, of whatever kind they are.
+With --target, programs are compiled and predicted, as by `jaxpar predict`. The devices need not be
+there. Without it, programs are compiled and timed on your devices.
 """
 EPILOG = """\
 reading the table:
-  ms      what the whole program takes with this way at this place, and the best so far elsewhere
-  ratio   of that to the whole program with auto everywhere
-By the clock a way replaces another only if it is 2% faster in two runs, and in three of four rounds
-of each. Where nothing is told apart auto stays, which is what the file then says.
+  ms      time of the full program with this algorithm here, and the best so far elsewhere
+  ratio   that time over the time with auto everywhere
+A timed algorithm replaces another if it is 2% faster in two runs, and in three of four rounds of
+each. If there is no clear winner, the file says auto.
 
 examples:
   jaxpar tune model:make_step      # called with the mesh, returns (function, args)
@@ -54,11 +54,11 @@ and in the program:
   step = jaxpar.jit(step, tuned="tuned.json")    # or: with jaxpar.tuned("tuned.json"): ...
 """
 
-REPEATS, MOST = 20, 200  # rounds by the clock, and programs
+REPEATS, MOST = 20, 200  # rounds of a timing, and programs
 
 _COLUMNS = [
     Column("", 12, left=True),
-    Column("way", 14, left=True),
+    Column("algorithm", 14, left=True),
     Column("ms", 10),
     Column("ratio", 7),
     Column("", left=True, wraps=True),
@@ -66,8 +66,7 @@ _COLUMNS = [
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `tune` to the subcommands of `jaxpar`."""
-    what = "try the ways at each call site of a program, and write down the fastest"
+    what = "try the algorithms at each call site of a program, and write down the fastest"
     parser = add_command(commands, "tune", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", metavar="module:function", help="the program")
@@ -77,32 +76,37 @@ def add_parser(commands: Any) -> None:
     add(
         "--mesh",
         default="tp=-1",
-        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+        help="axis names and sizes, -1 for all devices that are left (default: %(default)s)",
     )
     add_compiler_options(add)
     add("--figures", default="measured", help=f"{' or '.join(FIGURES)}, as for predict")
-    add("--repeats", type=int, default=REPEATS, help="rounds by the clock (default: %(default)s)")
+    add("--repeats", type=int, default=REPEATS, help="rounds of a timing (default: %(default)s)")
     add(
         "--modes",
         dest="tried",
         metavar="MODES",
-        help=f"to try besides auto (default: {', '.join(NAMED)})",
+        help=f"modes to try besides auto (default: {', '.join(NAMED)})",
     )
-    add("--tries", type=int, default=MOST, help="programs to compile (default: %(default)s)")
-    add("-o", "--output", default="tuned.json", metavar="FILE", help="(default: %(default)s)")
-    # What predict takes besides.
+    add("--tries", type=int, default=MOST, help="most programs to compile (default: %(default)s)")
+    add(
+        "-o",
+        "--output",
+        default="tuned.json",
+        metavar="FILE",
+        help="the file to write (default: %(default)s)",
+    )
+    # Options of predict that tune does not have.
     others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
     parser.set_defaults(run=run, jobs=0, **dict.fromkeys(others))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes; returns the exit status."""
     return status_of("jaxpar tune", partial(_run, args))
 
 
 @dataclass
 class SearchProgress:
-    """What a search, of which processes may have died, has found so far."""
+    """The results of a search so far; its processes may have died."""
 
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tried: list[TriedWay] = field(default_factory=list[TriedWay])
@@ -111,7 +115,6 @@ class SearchProgress:
     begun: str = ""
 
     def take(self, record: Mapping[str, Any], tick: Any) -> None:
-        """Takes in what a process says."""
         [(kind, said)] = record.items()
         match kind:
             case "facts":
@@ -127,7 +130,7 @@ class SearchProgress:
                 self.failure = said
 
     def bury(self, died: str) -> bool:
-        """Takes in that a process died; returns whether it was while a way was being tried."""
+        """Notes that a process died; returns whether the search can go on."""
         site, _, rest = self.begun.partition(" | ")
         part, _, way = rest.partition(" | ")
         again = self.begun in {tried.key for tried in self.tried}
@@ -153,7 +156,7 @@ def _run(args: argparse.Namespace) -> int:
     asked = vars(args) | {"target": args.target or HERE, "no_cache": True}
     requests = parse_requests(argparse.Namespace(**asked))
     if len(requests) > 1:
-        raise UsageError(f"--target {args.target} names several; tune for one after the other")
+        raise UsageError(f"--target {args.target} names several; tune for one at a time")
     with progress("auto", None) as tick:
         limits = {"repeats": args.repeats, "tries": args.tries, "modes": modes}
         report = tune(requests[0], limits, tick)
@@ -167,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> SearchProgress:
-    """Searches in a process of its own; where it dies, another one goes on behind what it tried."""
+    """Searches in another process; if it dies, a new one continues the search."""
     report = SearchProgress()
     environment = {} if request.target == HERE else COMPILING
     task = {"request": asdict(request), **limits}
@@ -201,19 +204,16 @@ def _tuning(report: SearchProgress, args: argparse.Namespace) -> Tuning:
 
 
 def _rounded(seconds: float) -> float:
-    """Milliseconds, as a person reads them."""
     return float(f"{seconds * 1e3:.5g}")
 
 
 def _by_site(tried: list[TriedWay]) -> list[TriedWay]:
-    """Those of one site, and of one part of it, side by side, else in the order of the search."""
     sites = list(dict.fromkeys(t.site for t in tried))
     parts = list(dict.fromkeys(t.part for t in tried))
     return sorted(tried, key=lambda t: (sites.index(t.site), parts.index(t.part)))
 
 
 def _command(args: argparse.Namespace) -> str:
-    """What the user wrote, without what is so anyway."""
     words = ["jaxpar", "tune", args.function]
     words += ["--args", *args.args] if args.args else []
     words += ["--grad"] if args.grad else []
@@ -228,7 +228,6 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
-    """Prints a section a site, and what all came to."""
     console = open_console()
     escape = require_extra("rich.markup").escape
     found = report.found or {}
@@ -243,22 +242,20 @@ def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
             rows = [_cells(tried, chosen, auto) for tried in ways]
             rows[0][0] = f"  {part}"
             print_rows(console, _COLUMNS, rows)
-    if not report.tried:
-        console.print('no call site has mode="auto"', highlight=False)
     console.print(
-        f"\nwhole program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
+        f"\nfull program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
         highlight=False,
     )
     passes = [tried for tried in report.tried if tried.part == "backward" and tried.way != AUTO]
     if passes and all(tried.note.startswith(SAME) for tried in passes):
         console.print(
-            "no way of a backward pass makes a difference: if the program takes no gradients, "
-            "--grad has them taken; backward passes are left to auto",
+            "backward passes stay auto: no algorithm makes a difference. If the program takes no "
+            "gradients itself, --grad adds them",
             highlight=False,
         )
     if found["left"]:
-        console.print(f"{found['left']} ways were not tried: raise --tries", highlight=False)
-    console.print(f'{tuning.name} is for jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
+        console.print(f"{found['left']} algorithms were not tried: raise --tries", highlight=False)
+    console.print(f'use it: jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
 
 
 def _cells(tried: TriedWay, chosen: str | None, auto: float) -> list[str]:

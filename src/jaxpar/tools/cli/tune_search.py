@@ -1,4 +1,7 @@
-"""The search: one decision after the other, every way of it, and what is the fastest is kept."""
+"""Searches the fastest algorithm for one decision after the other.
+
+A *decision* is a part of a call site, such as its backward pass. A *way* is an algorithm for it.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,42 +12,38 @@ from typing import Any, Protocol
 from jaxpar.tools.cli.workers import one_line
 from jaxpar.tools.private_names import AUTO, MODES, Asked, Choices
 
-SAME = "the same program"  # so begins the note of what need not be timed
+SAME = "the same program"  # the begin of notes on programs that need no timing
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
 
 @dataclass
 class Candidate:
-    """A program: what is chosen in it, and what it asks for."""
+    """A program, the ways chosen in it, and the decisions that it asks for."""
 
     choices: Choices
     lowered: Any
     asked: Mapping[tuple[str, str], Asked]
-    compiled: Any = None  # by the clock, when it needs it
+    compiled: Any = None  # set by the clock
     seconds: float = 0.0
 
     @property
     def digest(self) -> str:
-        """Two programs of one digest are the same."""
+        """Returns a hash; equal programs have equal hashes."""
         return sha256(self.lowered.as_text().encode()).hexdigest()
 
 
 class Clock(Protocol):
-    """Says what a program takes."""
+    """Times programs."""
 
     name: str
 
-    def lower(self, choices: Choices) -> Candidate:
-        """Traces the program with these choices."""
-        ...
+    def lower(self, choices: Choices) -> Candidate: ...
 
-    def time(self, candidate: Candidate) -> float:
-        """Compiles a program, and returns its seconds."""
-        ...
+    def time(self, candidate: Candidate) -> float: ...
 
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
-        """Times a program as one that might replace the best so far, and says if it does."""
+        """Times a program, and returns whether it should replace the best."""
         ...
 
     def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
@@ -54,12 +53,12 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class TriedWay:
-    """What came of one way of one decision.
+    """The result of one way for one decision.
 
     Attributes:
-      seconds: of the whole program; None: nothing was compiled.
-      note: why it was not compiled: the same program as another, or a failure.
-      digest: of the program, where one was timed.
+      seconds: the time of the full program; None: not compiled.
+      note: why it was not compiled.
+      digest: the program's hash, if it was timed.
     """
 
     site: str
@@ -72,23 +71,16 @@ class TriedWay:
 
     @property
     def key(self) -> str:
-        """Names it among all that are tried."""
         return f"{self.site} | {self.part} | {self.way}"
 
 
 def search(
     clock: Clock, known: Mapping[str, TriedWay], most: int, modes: Collection[str]
 ) -> Iterator[Record]:
-    """Tries every way of every decision, the largest first; the best so far is kept.
+    """Tries every way of every decision, the largest first, and keeps the best.
 
-    Args:
-      clock: times programs.
-      known: what a search that died has tried already.
-      most: programs that are compiled.
-      modes: those that are tried, of all that there are.
-
-    Yields:
-      `begin` before each way, `tried` after it, and `found` in the end.
+    `known` is what a search that died has tried; `most` limits the compiled programs. Yields
+    `begin` before each way, `tried` after it, and `found` at the end.
     """
     yield {"begin": AUTO}
     first = clock.lower({})
@@ -123,12 +115,11 @@ def search(
 
 @dataclass
 class _WaySearch:
-    """A search under way.
+    """The state of a search.
 
     Attributes:
-      same: by digest, with what a program was first compiled.
-      compiled: programs.
-      left: ways that were not tried, because there were as many programs as there may be.
+      same: the way that first gave a program, by digest.
+      left: how many ways were not tried, because `most` programs were compiled.
     """
 
     clock: Clock
@@ -140,15 +131,15 @@ class _WaySearch:
     left: int = 0
 
     def decisions(self) -> Iterator[Asked]:
-        """What is to be decided; a better program may ask for more."""
+        """Yields the decisions; a better program may ask for more."""
         done: set[tuple[str, str]] = set()
         while todo := [asked for key, asked in self.best.asked.items() if key not in done]:
-            decision = max(todo, key=lambda asked: asked.size)  # of several, that of the first call
+            decision = max(todo, key=lambda asked: asked.size)  # the first call's, if equal
             done.add((decision.site, decision.part))
             yield decision
 
     def attempt(self, way: TriedWay) -> TriedWay | None:
-        """Tries a way, and keeps it if it is better; None: there were too many programs before."""
+        """Tries a way, and keeps it if it is better; None if `most` is reached."""
         tried, candidate = self.known.get(way.key), None
         try:
             if tried is None or tried.wins:
@@ -182,7 +173,7 @@ def _with(choices: Choices, tried: TriedWay) -> Choices:
 
 
 def _sites(best: Candidate) -> dict[str, dict[str, str]]:
-    """What is chosen for all that the program asks for."""
+    """Returns the choice for each decision of a program."""
     sites: dict[str, dict[str, str]] = {}
     for site, part in best.asked:
         sites.setdefault(site, {})[part] = best.choices.get(site, {}).get(part, AUTO)

@@ -1,4 +1,4 @@
-"""The process that tunes: compiles one program after the other, and predicts or times each."""
+"""The process that tunes: compiles programs, and predicts or times each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,26 +19,32 @@ from jaxpar.tools.cli.predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.tools.cli.shared_options import mesh_error
 from jaxpar.tools.cli.tune_search import Candidate, Record, TriedWay, search
 from jaxpar.tools.cli.workers import answer, start_jax
-from jaxpar.tools.private_names import Choices, Trial, jitted_with, trying, versions
+from jaxpar.tools.private_names import Asked, Choices, Trial, jitted_with, trying, versions
 from jaxpar.tools.timeline.frameworks import traced_by_jax
 from jaxpar.tools.timeline.target import HERE
 
-# Less than this share of the time replaces nothing: of what is predicted, and of what is timed.
+# A way must save at least this share of the time, predicted or timed, to replace another.
 LEAST_PREDICTED = 0.001
 LEAST_TIMED = 0.02
 
 
 @dataclass
 class Traces:
-    """A program for a mesh, lowered with one choice of ways or another."""
+    """A program for a mesh, which is lowered with different ways."""
 
     jitted: Any
     args: Sequence[Any]
     mesh: Mesh
     options: Mapping[str, Any]
 
+    def decisions(self) -> Mapping[tuple[str, str], Asked]:
+        """Traces the program; returns the decisions that it asks for."""
+        trial = Trial({})
+        with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
+            self.jitted.trace(*self.args)
+        return trial.asked
+
     def lower(self, choices: Choices) -> Candidate:
-        """Traces the program with these choices."""
         trial = Trial(choices)
         with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
             lowered = _Lowered(traced_by_jax(self.jitted.trace(*self.args)))
@@ -46,34 +52,30 @@ class Traces:
 
 
 class _Lowered:
-    """A program that is lowered once, and given to `compile_for` in place of a jitted function."""
+    """A lowered program that `compile_for` takes as a jitted function."""
 
     def __init__(self, traced: Any) -> None:
         self.jaxpr, self._lowered = traced.jaxpr, traced.lower()
 
     def trace(self, *args: Any) -> Any:
-        """What it is already."""
         return self
 
     def lower(self) -> Any:
-        """As that of a traced program."""
         return self._lowered
 
     def as_text(self) -> str:
-        """As that of a lowered program."""
         return self._lowered.as_text()
 
 
 @dataclass
 class Predicted(Traces):
-    """What programs take in the compiler's schedule, on a model of a chip."""
+    """Predicts the times of programs, for a described chip."""
 
     target: Target
-    fits: float = 0.0  # bytes that no program may need more of, unless auto does
+    fits: float = 0.0  # the most bytes of a program: the chip's, or auto's if it needs more
     name = "predicted"
 
     def time(self, candidate: Candidate) -> float:
-        """Compiles the program and plays it."""
         options: Any = dict(self.options)
         program = compile_for(candidate.lowered, self.target, *self.args, compiler_options=options)
         chip, peak = self.target.chip, program.memory.peak
@@ -85,17 +87,15 @@ class Predicted(Traces):
         return candidate.seconds
 
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
-        """Whether it is predicted to take less."""
         return self.time(candidate) < (1 - LEAST_PREDICTED) * best.seconds
 
     def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
-        """Both were predicted."""
         return first.seconds, best.seconds
 
 
 @dataclass
 class Timed(Traces):
-    """What programs take on the devices at hand."""
+    """Times programs on the devices at hand."""
 
     repeats: int
     name = "measured"
@@ -105,21 +105,20 @@ class Timed(Traces):
             self.args = self._arrays()
 
     def time(self, candidate: Candidate) -> float:
-        """Compiles the program and times it by itself."""
         [seconds] = self._rounds(candidate)
         candidate.seconds = quartiles(seconds)[1]
         return candidate.seconds
 
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
-        """Whether it is faster round by round, and again in a second run.
+        """Returns whether it is faster in most rounds, and again in a second run.
 
-        Its seconds are those of the best, which was timed at another time, times the ratio.
+        Its seconds are those of the best, which was timed earlier, times the ratio.
         """
         won, _ = self._beats(candidate, best)
         return won and self._beats(candidate, best)[0]
 
     def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
-        """Times both; seconds are alike where nothing but noise lies between them."""
+        """Times both; their seconds are equal if they differ only by noise."""
         won, (before, after) = self._beats(best, first)
         return before, after if won else before
 
@@ -144,12 +143,12 @@ class Timed(Traces):
         return lowered.compile(compiler_options=dict(self.options) or None)
 
     def _arrays(self) -> list[Any]:
-        """Arguments with numbers: random ones, and zeros, which are indices of anything."""
+        """Returns concrete arguments: random floats, and zeros, which are valid indices."""
         leaves, tree = jax.tree.flatten(tuple(self.args))
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
         abstract = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
         if any(a and s is None for a, s in zip(abstract, shardings, strict=True)):
-            # The compiler says how it likes those that nobody said.
+            # The compiler chooses the shardings that are not given.
             compiled = self._compile(self.lower({}).lowered.lower())
             shardings = jax.tree.leaves(compiled.input_shardings[0])
         found = enumerate(zip(leaves, shardings, abstract, strict=True))
@@ -175,12 +174,17 @@ def _array(like: Any, sharding: Any, mesh: Mesh, seed: int) -> jax.Array:
 
 
 def serve(task: Mapping[str, Any]) -> Iterator[Record]:
-    """Yields `facts`, what `search` yields, and where nothing can be tuned a `failure`."""
+    """Yields `facts`, what `search` yields, and a `failure` if nothing can be tuned."""
     try:
         request = request_from(task["request"])
         target = _here(request) if request.target == HERE else target_of(request)
         [program] = programs(request, target, ())
         jitted, options = jitted_with(program.function, requested_options(request, target))
+        if not Traces(jitted, program.args, target.mesh, options).decisions():
+            raise UsageError(
+                f"{request.function} has no call site of jaxpar with mode='auto', so there is "
+                "nothing to tune; call jaxpar.all_gather_matmul or another collective of jaxpar"
+            )
         yield {"facts": _facts(target, options)}
         if request.target == HERE:
             clock = Timed(jitted, program.args, target.mesh, options, task["repeats"])
@@ -197,14 +201,13 @@ def serve(task: Mapping[str, Any]) -> Iterator[Record]:
 def _here(request: Request) -> Target:
     if jax.process_count() > 1:
         raise UsageError(
-            f"there are {jax.process_count()} processes, of which each would choose by its own "
-            "clock; tune for a --target"
+            f"there are {jax.process_count()} processes, and each would choose by its own clock; "
+            "tune for a --target"
         )
     try:
         mesh = jaxpar.make_mesh(request.mesh)
     except ValueError as reason:
-        left = f"the {jax.device_count()} devices that the other axes leave"
-        raise UsageError(mesh_error(request.mesh, reason, left)) from None
+        raise UsageError(mesh_error(request.mesh, reason)) from None
     return Target(HERE, mesh, None)
 
 

@@ -1,4 +1,4 @@
-"""`jaxpar ways`: what `mode="auto"` chooses at each call site of a program, and from what."""
+"""`jaxpar ways`: shows what `mode="auto"` chooses at each call site, and why."""
 
 import argparse
 from dataclasses import asdict
@@ -17,21 +17,20 @@ from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.private_names import write_text
 
 DESCRIPTION = """\
-Shows the algorithms that mode="auto" has at each call site of a program: what each is predicted to
-take, which one is taken, and why others are out. The program is traced, not compiled.
+Shows the algorithms of mode="auto" at each call site of a program: the predicted time of each, the
+one that is chosen, and why others are excluded. The program is traced, not compiled.
 """
 EPILOG = """\
 examples:
   jaxpar ways model:make_step      # called with the mesh, returns (function, args)
   jaxpar ways model:layer --args 'bf16[8192,8192]@tp,-' 'bf16[8192,28672]@-,tp'
   jaxpar ways model:make_step --target v6e:16x16 --mesh dp=64,tp=4 --json ways.json
-To have another algorithm taken, name it (mode="naive"), or write a file: jaxpar tune.
+To choose another algorithm, name it (mode="naive"), or let jaxpar tune write a file.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `ways` to the subcommands of `jaxpar`."""
-    what = "show the algorithms of each call site, and the one taken"
+    what = "show the algorithms of each call site, and the chosen one"
     parser = add_command(commands, "ways", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("function", metavar="module:function", help="the program")
@@ -44,18 +43,17 @@ def add_parser(commands: Any) -> None:
     add(
         "--mesh",
         default="tp=-1",
-        help="axis names and sizes, -1 for what is left of the devices (default: %(default)s)",
+        help="axis names and sizes, -1 for all devices that are left (default: %(default)s)",
     )
     add_compiler_options(add)
     add("--json", metavar="FILE", help="write everything")
-    # What predict takes besides.
+    # Options of predict that ways does not have.
     others = ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
     parser.set_defaults(run=run, grad=False, jobs=1, figures="measured", no_cache=True,
                         **dict.fromkeys(others))  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
     return status_of("jaxpar ways", partial(_run, args))
 
 

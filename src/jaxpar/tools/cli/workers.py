@@ -1,4 +1,4 @@
-"""Processes: those that compile, each for itself, and those that are one run together."""
+"""Processes: those that compile alone, and those that run together."""
 
 import importlib.util
 import json
@@ -21,12 +21,12 @@ from jaxpar.tools.timeline.cuda_plugin import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run
 COMPILING = {
-    "JAX_PLATFORMS": "cpu",  # devices that are present are left to who uses them
+    "JAX_PLATFORMS": "cpu",  # does not occupy devices that are present
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # compiling needs no driver and no cuDNN
 }
 
-_running: set[subprocess.Popen[str]] = set()  # that `converse` waits for, in any thread
-_END = "end"  # the last line of a process that has said all
+_running: set[subprocess.Popen[str]] = set()  # the processes of all `converse` calls
+_END = "end"  # the last line of a process that is done
 _FATAL = re.compile(r"^F[0-9]{4} |Check failed|Fatal|\w+Error: ")
 
 
@@ -36,18 +36,10 @@ def converse(
     take: Callable[[Any], None],
     environment: Mapping[str, str] = COMPILING,
 ) -> str | None:
-    """Has a process of its own serve a task, and takes what it finds, record by record.
+    """Serves a task in another process; takes its records as soon as they arrive.
 
-    TPU and GPU compilers cannot share a process, and one that dies takes only its own with it.
-
-    Args:
-      module: run as `python -m`; it calls `answer`.
-      task: what JSON can hold.
-      take: called with each record, as soon as it is there.
-      environment: set beside that of this process.
-
-    Returns:
-      None; or, of a process that died before it had said all, how it ended.
+    TPU and GPU compilers cannot share a process, and a crash ends only its own process. `module` is
+    run as `python -m` and calls `answer`. Returns None, or how the process died before its end.
     """
     ended = False
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -63,7 +55,7 @@ def converse(
             try:
                 assert process.stdin is not None
                 assert process.stdout is not None
-                with suppress(BrokenPipeError):  # it died first, which its status tells
+                with suppress(BrokenPipeError):  # it died first; its status says so
                     json.dump(task, process.stdin)
                     process.stdin.close()
                 for line in process.stdout:
@@ -84,13 +76,12 @@ def converse(
 
 
 def kill_all() -> None:
-    """Ends the processes that any thread converses with."""
     for process in list(_running):
         process.kill()
 
 
 def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
-    """The other side of `converse`: writes each record that `serve` yields for the task."""
+    """Reads the task of `converse`, and writes each record that `serve` yields."""
     with answering() as (task, say):
         for record in serve(task):
             say(record)
@@ -98,9 +89,9 @@ def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
 
 @contextmanager
 def answering() -> Generator[tuple[Any, Callable[[Any], None]]]:
-    """Gives the task, and what writes a record.
+    """Yields the task, and a function that writes a record.
 
-    What is printed meanwhile, by compilers or by a user's function, goes to standard error.
+    What compilers or the user's function print goes to standard error.
     """
     with own_output() as lines:
 
@@ -113,10 +104,9 @@ def answering() -> Generator[tuple[Any, Callable[[Any], None]]]:
 
 @contextmanager
 def own_output() -> Generator[TextIO, None, None]:
-    """Yields standard output; all else that is written there meanwhile goes to standard error.
+    """Yields standard output; everything else written there goes to standard error.
 
-    Gloo, the transport between processes of CPU devices, writes to file descriptor 1 in pieces,
-    which may come in the midst of a line.
+    Gloo, the transport between CPU processes, writes to file descriptor 1, perhaps within a line.
     """
     sys.stdout.flush()
     shown = os.dup(1)
@@ -130,18 +120,16 @@ def own_output() -> Generator[TextIO, None, None]:
 
 
 def one_line(reason: BaseException) -> str:
-    """The type of an error, and the first line of its text."""
     return f"{type(reason).__name__}: {first_line(str(reason))}"
 
 
 def first_line(text: str) -> str:
-    """The first line that says something, of at most 400 characters."""
+    """Returns the first line with text, of at most 400 characters."""
     said = (line.strip() for line in text.splitlines())
     return next(filter(None, said), "no reason given")[:400]
 
 
 def compilers() -> set[str]:
-    """Which of the compilers, tpu and gpu, are installed."""
     found = {"tpu": importlib.util.find_spec("libtpu"), "gpu": find_plugin()}
     return {name for name, place in found.items() if place is not None}
 
@@ -153,11 +141,10 @@ def start_jax(
     num_processes: int = 1,
     timeout_s: float = 300,
 ) -> Generator[str, None, None]:
-    """Chooses the number of CPU devices, joins the processes and starts JAX's backends.
+    """Sets the number of CPU devices, joins the processes and starts JAX's backends.
 
-    The number is left alone where the user chose it, and has no effect where JAX's default devices
-    are not CPUs. Yields what the backends said while they started, which is not shown. Among
-    several processes, standard output has what Python prints, and nothing else.
+    It keeps a number that the user chose. Yields the backends' output, which is not shown. With
+    several processes, standard output has only what Python prints.
     """
     flag = "xla_force_host_platform_device_count"
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
@@ -171,7 +158,7 @@ def start_jax(
     with own_output() as lines, redirect_stdout(lines):
         try:
             initialize(coordinator, num_processes, process_id, timeout_s=timeout_s)
-        except ValueError as reason:  # the address, which only process 0 could try
+        except ValueError as reason:  # a bad address; only process 0 tried the port before
             raise UsageError(f"--coordinator {coordinator}: {reason}") from None
         try:
             yield _start_backends()
@@ -180,9 +167,9 @@ def start_jax(
 
 
 def _start_backends() -> str:
-    """Starts JAX's backends; returns what they said on standard error, in place of showing it.
+    """Starts JAX's backends; returns their output, which is not shown.
 
-    Plugins of accelerators that are not there report that with tracebacks, in Python and in C++.
+    Plugins of missing accelerators print tracebacks.
     """
     sys.stderr.flush()
     shown = os.dup(2)
@@ -199,7 +186,7 @@ def _start_backends() -> str:
 
 
 def _require_port(coordinator: str) -> None:
-    # JAX crashes, without an exception, where its coordinator cannot listen.
+    # JAX crashes, without an exception, if its coordinator cannot listen.
     _, _, port = coordinator.rpartition(":")
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -215,6 +202,6 @@ def _require_port(coordinator: str) -> None:
 def _last_words(status: int, log: str) -> str:
     how = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # A stack trace follows what a compiler says of its own failure.
+    # A compiler's message comes before its stack trace.
     said = [line for line in lines if _FATAL.search(line)] or lines[-1:]
     return f"ended {how}: {said[0][:400] if said else 'it said nothing'}"

@@ -1,1 +1,1 @@
-"""Why a program waits, and which edits help."""
+"""Explains why a program waits for transfers, and which edits help."""

@@ -1,8 +1,6 @@
-"""Why a transfer is waited for: one cause out of a closed list, by rules in a fixed order.
+"""Rules that give each wait for a transfer one cause out of a closed list.
 
-Each rule looks at what the schedule shows of one collective, and says in a sentence why it applies,
-what to change, and which edits can be tried. Rules that say what a program does in vain stand
-before those that say how well the rest is hidden: what need not be sent needs no hiding.
+Rules on needless transfers come before rules on hiding transfers.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from jaxpar.tools.explain.verdict import Verdict
 from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
 
-_BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # what has a form of jaxpar's
+_BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # jaxpar has forms of these
 _HALF = 0.5
 
 
 class Rules(SentInVain):
-    """The rules, for the collectives of one program."""
+    """The rules, in a fixed order."""
 
     def of(self, exposed: ExposedCollective | Overhead) -> Iterator[Verdict]:
-        """What the rules say, in their order; the last one always applies."""
+        """Yields the verdicts of the rules that apply; the last rule always applies."""
         if isinstance(exposed, Overhead):
             is_cut = exposed.kind == "windowed einsums"
             yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
@@ -51,7 +49,7 @@ class Rules(SentInVain):
                 yield verdict
         yield self._nothing_to_hide_behind(exposed)
 
-    # -- where it travels ---------------------------------------------------------------------
+    # -- links --------------------------------------------------------------------------------
 
     def _links_apart(self, e: ExposedCollective) -> Verdict | None:
         mesh = self.exposures.target.mesh
@@ -66,8 +64,8 @@ class Rules(SentInVain):
         return Verdict(
             "links apart",
             f"neighbours along {', '.join(axes)} are up to {most} links apart on this mesh, so "
-            "that messages share links",
-            "make the mesh with jaxpar.make_mesh, the axis with the most traffic last",
+            "messages share links",
+            "make the mesh with jaxpar.make_mesh; name the axis with the most traffic last",
             self.edits.order(axes),
             is_sure=False,
         )
@@ -76,8 +74,8 @@ class Rules(SentInVain):
         if e.held >= _HALF * e.seconds:
             return Verdict(
                 "links busy",
-                f"for {us(e.held)} others stand behind it on its links: {e.after}",
-                "start what stands behind it first; or send a half of this the other way around "
+                f"for {us(e.held)}, other transfers queue behind it on its links: {e.after}",
+                "start the queued transfers first; or send half of this one in the other direction "
                 "(mode='bidirectional' of jaxpar's collectives), or over another axis",
                 self.edits.modes(),
             )
@@ -85,10 +83,9 @@ class Rules(SentInVain):
             return None
         return Verdict(
             "links busy",
-            f"for {us(e.queued)} its {e.links:.2g} of {e.links_there} links send what was started "
-            "before it",
-            "send a half the other way around (mode='bidirectional' of jaxpar's collectives), or "
-            "over another axis, whose links are idle",
+            f"for {us(e.queued)}, earlier transfers use its {e.links:.2g} of {e.links_there} links",
+            "send half of it in the other direction (mode='bidirectional' of jaxpar's "
+            "collectives), or over another axis, whose links are idle",
             self.edits.modes(),
         )
 
@@ -99,11 +96,11 @@ class Rules(SentInVain):
             "latency",
             f"{us(e.latency)} of its {us(e.transfer)} are latency: it sends "
             f"{size(e.bytes / e.runs)} at a time, {e.runs} time{'s' * (e.runs != 1)}",
-            "send several small arrays as one: concatenate them (a bucket), or sum them as one "
+            "send several small arrays as one: concatenate them into a bucket, or sum them as one "
             "tuple",
         )
 
-    # -- what could run beside it -------------------------------------------------------------
+    # -- overlap ------------------------------------------------------------------------------
 
     def _start_alone(self, e: ExposedCollective) -> Verdict | None:
         if e.covered >= 0.1 * e.transfer or not self.exposures.is_started(e.name):
@@ -111,16 +108,16 @@ class Rules(SentInVain):
         if e.synchronous:
             why = "the program starts it itself, and the compiler makes it synchronous"
             remedy = (
-                "start a ring of ppermutes in its place, which run beside matmuls on every TPU: "
+                "use a ring of ppermutes in its place; they overlap with matmuls on every TPU: "
                 "jaxpar's all_gather_matmul and matmul_reduce_scatter are such rings"
             )
             if e.collective == "collective-permute":
                 remedy = "compile with jaxpar.compiler_options(mesh), which make it asynchronous"
         else:
-            why = "the program starts it itself, and next to nothing is computed before its done"
+            why = "the program starts it itself, and computes almost nothing before its done"
             remedy = (
-                "put work that does not need it between the start and the done: "
-                "jax.experimental.overlap.program_order keeps the order in which it is written"
+                "put independent work between the start and the done: "
+                "jax.experimental.overlap.program_order keeps the order of your source"
             )
         return Verdict(
             "start alone",
@@ -140,20 +137,21 @@ class Rules(SentInVain):
         elif e.collective in _BESIDE_MATMULS:
             within = ", in a jax.shard_map" if e.inserted else ""
             remedy = (
-                f"write it as permutes beside a matmul{within}: jaxpar's all_gather_matmul, "
-                "matmul_reduce_scatter or ring collectives, which are asynchronous"
+                f"write it as permutes that overlap with a matmul{within}: jaxpar's "
+                "all_gather_matmul, matmul_reduce_scatter or ring collectives"
             )
         else:
-            remedy = "send less, or less often: no form of it that is known runs beside other work"
+            remedy = "send less, or less often: no known form of it overlaps with other work"
         return Verdict(
             "synchronous",
-            f"the compiler of {kind} makes this {e.collective} synchronous: nothing runs beside it",
+            f"the compiler of {kind} makes this {e.collective} synchronous: no work overlaps with "
+            "it",
             remedy,
             chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line)),
         )
 
     def _ends_of_a_pipeline(self, e: ExposedCollective) -> Verdict | None:
-        """Most runs are hidden, and those that are not begin or end a series of them."""
+        """Applies if most runs are hidden, and each exposed one begins or ends a series."""
         runs = self.exposures.runs(e)
         hidden = [waited < 0.1 * event.seconds for event, waited in runs]
         if len(runs) < 3 or sum(hidden) < _HALF * len(runs):
@@ -167,9 +165,10 @@ class Rules(SentInVain):
                 return None
         return Verdict(
             "ends of a pipeline",
-            f"{sum(hidden)} of {len(runs)} alike are hidden; what is exposed begins or ends them",
-            "cut finer, so that the first and the last piece are shorter, or give the ends other "
-            "work",
+            f"{sum(hidden)} of {len(runs)} such transfers are hidden; the exposed ones come first "
+            "or last",
+            "use smaller pieces, so that the first and the last one are shorter, or overlap these "
+            "with other work",
             self.edits.modes(),
         )
 
@@ -179,9 +178,8 @@ class Rules(SentInVain):
         where = "in the backward pass" if e.phase == "recomputation" else "elsewhere in the step"
         return Verdict(
             "ordered elsewhere",
-            f"{us(e.independent)} of work {where} neither needs it nor is needed for it, and runs "
-            "at another time",
-            "start it earlier: take an optimization_barrier or a loop's boundary from between, or "
+            f"{us(e.independent)} of work {where} is independent of it, but runs at another time",
+            "start it earlier: remove an optimization_barrier or a loop boundary in between, or "
             "unroll the loop",
             chain(self.edits.compiler_options(), self.edits.barriers(), self.edits.unrolled()),
         )
@@ -192,20 +190,17 @@ class Rules(SentInVain):
             needs = "the step ends with it"
         elif e.after.startswith(BEHIND):
             needs = f"it is next to {e.after}"
-        remedy = (
-            "split it and what needs it into pieces, so that one is under way while another is "
-            "computed with"
-        )
+        remedy = "split it and its user into pieces: one piece travels while another is computed"
         beside = e.collective in _BESIDE_MATMULS and self.exposures.is_beside_a_matmul(e.name)
         if beside:
             remedy = (
-                "split it and its matmul into pieces that run beside each other: jaxpar's "
-                "all_gather_matmul and matmul_reduce_scatter do that"
+                "split it and its matmul into pieces that overlap: jaxpar's all_gather_matmul and "
+                "matmul_reduce_scatter do that"
             )
         cut = self.edits.cut_matmuls() if e.inserted and beside else ()
         return Verdict(
             "nothing to hide behind",
-            f"{needs}, and {us(e.independent)} of the step's other work could run beside it",
+            f"{needs}, and {us(e.independent)} of the step's other work could overlap with it",
             remedy,
             chain(self.edits.compiler_options(), self.edits.modes(), self.edits.forms(e.line), cut),
         )
@@ -213,19 +208,19 @@ class Rules(SentInVain):
     def _copies(self, o: Overhead) -> Verdict:
         return Verdict(
             "copies",
-            f"{o.runs} copies run in the trips of a loop: what it carries is wanted in two places "
+            f"{o.runs} copies run in the iterations of a loop: its carry is needed in two places "
             "at once",
-            "have the loop's body use what it carries once and write it in place: no swapping, no "
-            "use behind an update",
+            "let the loop's body use its carry once and update it in place: no swap, no use after "
+            "the update",
             self.edits.unrolled(),
         )
 
     def _windowed_einsums(self, o: Overhead) -> Verdict:
         return Verdict(
             "windowed einsums",
-            "in place of gathers and reduce-scatters, matmuls run in pieces with permutes between "
-            f"them, {o.runs} instructions in all; the smaller a piece, the slower it is",
+            "in place of gathers or reduce-scatters, the partitioner cut matmuls into pieces with "
+            f"permutes between them: {o.runs} instructions in all. Small pieces are slow",
             f"compile with {WHOLE_MATMULS.name}={WHOLE_MATMULS.value}, or write the matmuls in a "
-            "jax.shard_map, by jaxpar's all_gather_matmul and matmul_reduce_scatter",
+            "jax.shard_map with jaxpar's all_gather_matmul and matmul_reduce_scatter",
             chain(self.edits.compiler_options(WHOLE_MATMULS.name), self.edits.compiler_options()),
         )

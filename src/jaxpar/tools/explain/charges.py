@@ -1,4 +1,4 @@
-"""Whom a wait is charged to: the transfers that hold the links, not the one that stands behind."""
+"""Charges waits to the transfers that hold the links, not to those that queue."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.timeline import CompiledProgram
 
-_SHORTEST = 1e-9  # seconds: less is rounding
+_SHORTEST = 1e-9  # seconds; anything shorter is rounding
 
 
 @dataclass(frozen=True)
 class Charged(Event):
-    """A wait for a transfer behind which others stand on the links, until it is over."""
+    """A wait charged to a transfer that holds the links of another one."""
 
-    standing: str = ""  # the instruction that is waited for
+    standing: str = ""  # the other transfer, which queues
 
 
 class Charges:
-    """Splits waits at the times at which the links of what is waited for become free."""
+    """Splits each wait when links become free."""
 
     def __init__(self, program: CompiledProgram, links: Links) -> None:
         self.links = links
         schedules = program.module.schedules
         self.operations = {one.name: one for each in schedules for one in each.operations}
         self._used: dict[str, frozenset[int]] = {}
-        self._slowest: dict[str, float] = {}  # seconds on the slowest link, a byte that is sent
+        self._slowest: dict[str, float] = {}  # seconds a sent byte, on the slowest link
 
     def of(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yields events, in place of each wait for a transfer those for what held it up.
-
-        While earlier transfers still send over its links, a transfer does not move: that time is
-        theirs, and so is a start that would be over by now, had the links been free.
-        """
+        """Yields events; each wait for a transfer is replaced by waits for what held it up."""
         events = list(events)
-        if not isfinite(self.links.chip.link):  # nothing is known of the links
+        if not isfinite(self.links.chip.link):  # the links are unknown
             yield from events
             return
         transfers = [e for e in events if e.kind == "transfer" and e.name in self.operations]
@@ -63,7 +59,7 @@ class Charges:
             yield from self._split(event, runs[max(0, latest - 1)], under_way)
 
     def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
-        """A wait in parts: of those that hold the links, one after the other, and its own."""
+        """Yields the parts of a wait: those of transfers that hold the links, then its own."""
         ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
         until = wait.end - self._own(wait, own) if ahead else wait.start
         at, last = wait.start, len(ahead) - 1
@@ -76,10 +72,7 @@ class Charges:
             yield wait if at == wait.start else replace(wait, start=at)
 
     def _own(self, wait: Event, own: Event) -> float:
-        """Seconds of a wait that a transfer costs itself.
-
-        It sends in them, or it would have been waited for just as long with its links free.
-        """
+        """Returns the seconds of a wait that the transfer itself costs."""
         self._look_at(own.name)
         sent = own.end - own.latency
         begun = sent - own.bytes * self._slowest[own.name]
@@ -87,12 +80,12 @@ class Charges:
         return min(wait.seconds, max(0.0, sends, wait.seconds - own.queued))
 
     def _released(self, event: Event) -> float:
-        """When the links of a transfer are free; those of a GPU's stream when it has arrived."""
+        """Returns when a transfer's links are free; a GPU's, when it has arrived."""
         return event.end - event.latency if self.links.chip.torus else event.end
 
     def _meet(self, one: Event, other: Event) -> bool:
-        """Whether two transfers cannot be sent at once."""
-        if not self.links.chip.torus:  # they take turns on one stream
+        """Returns whether two transfers share a link."""
+        if not self.links.chip.torus:  # all share one stream
             return True
         for name in (one.name, other.name):
             self._look_at(name)
@@ -110,5 +103,4 @@ class Charges:
 
 
 def _turn(event: Event) -> tuple[float, float]:
-    """When it is a transfer's turn on the links that it shares with others."""
     return event.start, event.end

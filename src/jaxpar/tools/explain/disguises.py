@@ -1,4 +1,4 @@
-"""Sums of whole arrays that only move parts: gathers and reduce-scatters in disguise."""
+"""Finds gathers and reduce-scatters in disguise: all-reduces that only move shards."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _ZERO = {"0", "-0", "false"}
 
 
 class Disguise(NamedTuple):
-    """What a sum is, and the part of one device."""
+    """The collective that an all-reduce stands for, and one device's shard."""
 
     really: Literal["gather", "reduce-scatter"]
-    part: Instruction  # what is written into the zeros, or what is kept of the sum
+    part: Instruction  # written into the zeros, or sliced from the sum
 
 
 class Disguises:
-    """Finds sums of one program that are something else.
+    """Finds the all-reduces of one program that are gathers or reduce-scatters.
 
-    A gather: each device writes its part into zeros, where no other writes, and all are summed. A
-    reduce-scatter: of a sum each device keeps a part of its own. Where a part lies has to follow
-    from the device alone: what data place is a sum.
+    A gather: each device writes its shard into zeros, at a place of its own. A reduce-scatter: each
+    device keeps only its own shard of the sum. A place must follow from the device alone, not from
+    data.
     """
 
     def __init__(self, values: Values) -> None:
         self.values, self.devices = values, np.arange(values.hlo.partitions)
 
     def of(self, collective: Instruction) -> Disguise | None:
-        """What most of the bytes of an all-reduce are of, if not of a sum."""
+        """Returns the disguise of an all-reduce's largest operand, or None."""
         if collective.opcode.removesuffix("-start") != "all-reduce" or not collective.called:
             return None
         if collective.called[0].root.opcode not in _UNITS:
@@ -56,7 +56,7 @@ class Disguises:
         return None
 
     def _written(self, value: Value) -> Instruction | None:
-        """The update of zeros that a value is."""
+        """Returns the update if the value is an update of zeros, else None."""
         while value.kind in (*_SAME, "parameter", "pad"):
             if value.kind == "pad" and not self._is_zero(value.instruction.operands[1]):
                 return None
@@ -81,7 +81,7 @@ class Disguises:
         return all(number.strip().removesuffix(".0") in _ZERO for number in numbers)
 
     def _kept(self, value: Value) -> list[Instruction]:
-        """The slices that are all that is used of a value; none if more of it is."""
+        """Returns the slices of a value; empty if anything else uses it."""
         found: list[Instruction] = []
         level, seen, results = [value], {value}, set(self.values.results())
         while level:
@@ -99,22 +99,22 @@ class Disguises:
         return found
 
     def _sources(self, value: Value) -> list[Value]:
-        """Where a value comes from; of what a loop hands on as it is, from outside alone."""
+        """Returns the other values that a value comes from."""
         return list(dict.fromkeys(x for x in self.values.sources(value) if x != value))
 
-    # -- where parts lie ----------------------------------------------------------------------
+    # -- places of shards ---------------------------------------------------------------------
 
     def _is_apart(
         self, starts: Sequence[Instruction], part: Instruction, groups: Sequence[Sequence[int]]
     ) -> bool:
-        """Whether the parts of the devices of each group have no entry in common."""
+        """Returns whether the shards of each group do not overlap."""
         sizes = np.array(part.arrays[0].shape, dtype=int)
         if not prod(sizes.tolist()) or len(starts) != len(sizes):
             return False
         try:
             found = [self._on_devices(self.values.value(start), ()) for start in starts]
         except (ArithmeticError, LookupError, TypeError, ValueError):
-            return False  # it is not known, or depends on data
+            return False  # unknown, or depends on data
         lies = np.stack([np.broadcast_to(one, self.devices.shape) for one in found], axis=1)
         for group in groups:
             own = lies[list(group)] - lies[group[0]]  # [devices, dims]
@@ -123,11 +123,7 @@ class Disguises:
         return len(groups[0]) > 1
 
     def _on_devices(self, value: Value, within: tuple[Value, ...]) -> np.ndarray:
-        """A number that each device has, in the order of the partitions.
-
-        Raises:
-          LookupError: it depends on data.
-        """
+        """Returns a number for each device; raises `LookupError` if it depends on data."""
         i, kind = value.instruction, value.kind
         if value in within:
             raise LookupError("a loop changes it")
@@ -137,12 +133,12 @@ class Disguises:
 
         if kind == "partition-id":
             return self.devices
-        if kind == "replica-id":  # a program has one replica, in parts
+        if kind == "replica-id":  # a program has one replica, which is partitioned
             return np.zeros_like(self.devices)
         if kind == "constant":
             text = i.operand_text.strip()
             return np.array(text == "true" if text in ("true", "false") else int(text))
-        if kind == "dynamic-slice":  # of a table with an entry for each device
+        if kind == "dynamic-slice":  # a lookup in a table with an entry for each device
             (place,) = map(inner, map(self.values.value, i.operands[1:]))
             return np.array(self._table(self.values.value(i.operands[0])))[place]
         if kind == "compare":

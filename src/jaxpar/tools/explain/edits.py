@@ -1,4 +1,4 @@
-"""Edits that can be tried by themselves: what a person would change, and the program with it."""
+"""Edits that can be tried automatically."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.frameworks import donated_by, traced_for
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for, replayed
 
-MOST_ORDERS = 120  # of a mesh's axes: all orders of five
+MOST_ORDERS = 120  # orders of a mesh's axes: all orders of five axes
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit: what a person would change, and how to compile the program with it."""
+    """The change in words, and a function that compiles the program with it."""
 
     text: str
     compiled: Callable[[], CompiledProgram | None]  # None: there is nothing to change
-    disagrees: str = ""  # what shows without a trial that it mends a mistake
+    disagrees: str = ""  # evidence of a mistake that needs no trial
 
 
 class Edits:
-    """The edits of one program, by their kinds."""
+    """The edits of one program, by kind."""
 
     def __init__(self, program: CompiledProgram) -> None:
         self.program, self.target = program, program.target
@@ -61,11 +61,10 @@ class Edits:
 
     @cached_property
     def arguments(self) -> ProgramArguments:
-        """Those that the program was traced with."""
         return ProgramArguments(self.program, self.target.mesh)
 
     def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
-        """The options that the chip should have, or one of them, where the program lacks some."""
+        """Yields an edit that adds the chip's missing compiler options, or `only` one."""
         lacking = {
             name: value
             for name, value in options_of(self.target).items()
@@ -81,27 +80,27 @@ class Edits:
             )
 
     def cut_matmuls(self) -> Iterator[Edit]:
-        """Matmuls that the partitioner may cut, where the program has it leave them whole."""
+        """Yields an edit that allows windowed einsums, if the program forbids them."""
         name = WHOLE_MATMULS.name
         if name in self.options:
             others = {option: x for option, x in self.options.items() if option != name}
             yield Edit(
                 f"compile without {name}: the partitioner then cuts large matmuls into pieces, "
-                "beside which the blocks of what they gather travel",
+                "which overlap with the gather of their operands",
                 lambda: self._compiled(self.program.function, self.arguments.given, others),
             )
 
     def modes(self) -> Iterator[Edit]:
-        """Another mode for all collectives of jaxpar's."""
+        """Yields an edit for each mode of jaxpar's collectives."""
         if self._has_modes:
             for mode in MODES:
                 yield Edit(
-                    f"give jaxpar's collectives mode={mode!r} (jaxpar tune finds the best of each)",
+                    f"give jaxpar's collectives mode={mode!r} (jaxpar tune finds the best)",
                     lambda mode=mode: self._with_mode(mode),
                 )
 
     def forms(self, line: Line | None) -> Iterator[Edit]:
-        """The gathers and reduce-scatters beside matmuls, as one of jaxpar's."""
+        """Yields edits that use jaxpar's forms for collectives and their matmuls."""
         where = f" at {line}" if line else ""
         for form in overlapped(line):
             yield Edit(
@@ -109,7 +108,7 @@ class Edits:
             )
 
     def order(self, axes: Sequence[str]) -> Iterator[Edit]:
-        """A mesh in which neighbours along these axes are nearer, if there is one."""
+        """Yields an edit with a mesh of nearer neighbours along these axes, if there is one."""
         mesh = self.target.mesh
         best, hops = None, _hops(mesh, axes)
         for order, other in _orders(mesh):
@@ -125,7 +124,7 @@ class Edits:
             )
 
     def constraints(self) -> Iterator[Edit]:
-        """The program without one of its sharding constraints; without all of them."""
+        """Yields edits that drop the sharding constraints of one line."""
         places: dict[Line | None, None] = {}
 
         def note(jaxpr: core.Jaxpr) -> dict[int, Handler]:
@@ -145,17 +144,13 @@ class Edits:
                 }
 
             yield Edit(
-                f"take with_sharding_constraint away{f' at {line}' if line else ''}, or give it "
-                "the sharding that its operand has",
+                f"remove with_sharding_constraint{f' at {line}' if line else ''}, or give it the "
+                "sharding of its operand",
                 lambda without=without: self._rewritten(Change(without)),
             )
 
     def mended(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Other shardings of arguments that lie otherwise than what they belong to.
-
-        An optimizer's state as the weights of its names; then arguments that are at odds, over some
-        axes, with what uses them.
-        """
+        """Yields edits of arguments that disagree with others, an optimizer's state first."""
         if self._namesakes and not self._namesakes.specs.keys().isdisjoint(arguments):
             yield self._resharded(self._namesakes)
         for found in self._at_odds:
@@ -163,13 +158,13 @@ class Edits:
                 yield self._resharded(found)
 
     def shardings(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Other dimensions of arguments sharded over some axes than now."""
+        """Yields edits that shard other dimensions of these arguments."""
         for found in self._reshardings.near(arguments, axes):
             if not any(found.lies.items() <= known.lies.items() for known in self._at_odds):
                 yield self._resharded(found)
 
     def barriers(self) -> Iterator[Edit]:
-        """The program without its optimization barriers."""
+        """Yields an edit that drops optimization barriers."""
 
         def without(jaxpr: core.Jaxpr) -> dict[int, Handler]:
             return {
@@ -178,10 +173,10 @@ class Edits:
                 if eqn.primitive.name == "optimization_barrier"
             }
 
-        yield Edit("take optimization_barrier away", lambda: self._rewritten(Change(without)))
+        yield Edit("remove optimization_barrier", lambda: self._rewritten(Change(without)))
 
     def unrolled(self) -> Iterator[Edit]:
-        """Two trips of each scan in one."""
+        """Yields an edit that unrolls scans by two."""
 
         def twice(jaxpr: core.Jaxpr) -> dict[int, Handler]:
             return {
@@ -193,35 +188,35 @@ class Edits:
             }
 
         yield Edit(
-            "give lax.scan unroll=2, so that one trip's transfers can run beside the other's work",
+            "give lax.scan unroll=2, so that transfers overlap with work of the next iteration",
             lambda: self._rewritten(Change(twice)),
         )
 
     def once(self) -> Iterator[Edit]:
-        """Collectives of one operand once: in front of a scan, or in the forward pass alone."""
+        """Yields an edit that moves loop-invariant collectives before their scans."""
         yield Edit(
-            "gather in front of the scan, and let its body close over the whole array",
+            "gather before the scan, and let its body close over the full array",
             lambda: self._rewritten(Change(hoisted)),
         )
 
     def kept(self) -> Iterator[Edit]:
-        """What a checkpointed function sends, kept for its backward pass."""
+        """Yields an edit that saves the results of recomputed collectives."""
         yield Edit(
-            "keep what the collective results in: jax.checkpoint(f, policy="
-            "save_only_these_names('whole')) with checkpoint_name(result, 'whole'), both of "
-            "jax.ad_checkpoint and its policies",
+            "save the collective's result for the backward pass: jax.checkpoint(f, policy="
+            "jax.checkpoint_policies.save_only_these_names('received')) with "
+            "jax.ad_checkpoint.checkpoint_name(result, 'received')",
             lambda: self._rewritten(Change(kept)),
         )
 
     def narrow(self, line: Line | None) -> Iterator[Edit]:
-        """Sums of float32 in bfloat16 on the wire."""
+        """Yields an edit that sends sums of float32 in bfloat16."""
         yield Edit(
             f"sum{f' at {line}' if line else ''} in bfloat16: cast before the collective and "
-            "back behind it (less exact), or use jaxpar's with wire_dtype='bfloat16'",
+            "back after it (less exact), or use jaxpar's with wire_dtype='bfloat16'",
             lambda: self._rewritten(Change(partial(narrowed, line))),
         )
 
-    # -- how to compile with them -------------------------------------------------------------
+    # -- compilation --------------------------------------------------------------------------
 
     def _compiled(
         self, fn: Any, args: Sequence[Any], options: dict[str, Any], mesh: Mesh | None = None
@@ -252,7 +247,7 @@ class Edits:
         return self._named(self._compiled(fn, [*moved.leaves.values()], self.options, mesh))
 
     def _named(self, compiled: CompiledProgram) -> CompiledProgram:
-        """A rewritten program, whose arguments are leaves, with the names of the original."""
+        """Returns a rewritten program with the original names of its arguments."""
         names = [name.replace("'", "\\'") for name in self.arguments.leaves]
 
         def name_of(leaf: re.Match[str]) -> str:
@@ -285,7 +280,7 @@ class Edits:
             except ValueError:
                 if not hasattr(function, "trace"):
                     raise
-                # `in_shardings` of its jit refuse other arguments. Its program by itself has none.
+                # `in_shardings` of its jit refuse other arguments. The traced program has none.
                 function, args = replayed(function, self._stage, args, donated_by(self._stage))
                 return self._compiled(function, args, self.options)
 
@@ -298,8 +293,8 @@ class Edits:
 
     @cached_property
     def _has_modes(self) -> bool:
-        """Whether the program has collectives of jaxpar's."""
-        # To trace it anew asks for a function that may be traced twice: only where it can matter.
+        """Returns whether the program has collectives of jaxpar."""
+        # Tracing again needs a function that may be traced twice, so the lines are read first.
         if not _has_lines_of_jaxpar(self.program.jaxpr.jaxpr):
             return False
         ways = Ways({}, imposed="naive")
@@ -320,7 +315,6 @@ _ROOMS = tuple(
 
 
 def _has_lines_of_jaxpar(jaxpr: core.Jaxpr) -> bool:
-    """Whether any equation comes from a line of the toolkit's collectives or layers."""
     for eqn in jaxpr.eqns:
         trace = eqn.source_info.traceback
         if any(frame.file_name.startswith(_ROOMS) for frame in (trace.frames if trace else ())):
@@ -335,15 +329,15 @@ def _same(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hops(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The most links between neighbours along axes, each of them by itself."""
+    """Returns the most links between neighbours along any of the axes."""
     return max((int(ring_hops(mesh, axis).max()) for axis in axes), default=0)
 
 
 def _orders(mesh: Mesh) -> Iterator[tuple[tuple[str, ...], Mesh]]:
-    """An order of the axes, and the same mesh with its devices as they are best for that order."""
+    """Yields orders of the axes, each with the mesh whose devices suit it best."""
     names, devices = mesh.axis_names, list(mesh.devices.flat)
     devices.sort(key=lambda device: device.id)
-    # Trainers have a dozen axes, most of them of one device, which have no neighbours.
+    # Trainers have a dozen axes; most have one device and so no neighbours.
     short = [name for name in names if mesh.shape[name] == 1]
     for long in islice(permutations(name for name in names if name not in short), MOST_ORDERS):
         order = (*long, *short)

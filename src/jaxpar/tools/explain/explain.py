@@ -1,4 +1,8 @@
-"""Explaining a program: what it exposes, why, and what to change."""
+"""Explains a program: which transfers it waits for, why, and what to change.
+
+A wait is *exposed* time: the device computes nothing until a transfer is done. The *floor* is a
+time that no schedule of the program beats.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +30,24 @@ from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction, ins
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
 
-LEAST = 0.005  # of the step: what is exposed for less is not worth a line
-FASTER = 0.995  # of the step's time: an edit that gains less gains nothing
+LEAST = 0.005  # of the step: a shorter wait has no finding
+FASTER = 0.995  # of the step's time: an edit must make it shorter than this
 
 
 @readable
 @dataclass(frozen=True)
 class Finding:
-    """Time of one line that could be saved, its cause and what to do about it.
+    """Time that one line costs, its cause and an edit.
 
     Attributes:
-      of: the collectives that are exposed, the copies of a loop, or windowed einsums.
-      cause: one of the closed list.
+      of: the exposed collectives, the copies of a loop, or windowed einsums.
+      cause: one of a closed list; `meaning` explains it.
       why: the evidence.
       edit: what to change.
-      tried: what edits bring that could be tried by themselves, the fastest first.
-      gain: seconds that the step is faster with the edit, by the model; 0 if it was not tried, or
-        gains nothing.
-      is_tried: whether the edit that is named was tried. If not, `gain` is 0 and says nothing.
-      left: how many edits could have been tried, had `tries` been more.
+      tried: the edits that were compiled, the fastest first.
+      gain: seconds that the edit saves, predicted; 0 if none, or if it was not tried.
+      is_tried: whether `edit` was tried.
+      left: how many edits were not tried because `tries` was too small.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -52,7 +55,7 @@ class Finding:
       >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
       >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
       >>> found.findings[0].meaning
-      'the compiler makes it synchronous: nothing runs beside it'
+      'the compiler makes it synchronous: no work overlaps with it'
     """
 
     of: ExposedCollective | Overhead
@@ -66,28 +69,27 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """The cause in a few words."""
+        """Returns the cause in a few words."""
         return CAUSES[self.cause]
 
 
 @readable
 @dataclass(frozen=True)
 class Explanation:
-    """Why a step takes as long as it does on a described chip; made by `explain`.
+    """The reasons why a step takes as long as it does on a chip; made by `explain`.
 
     Attributes:
-      program: as it was compiled.
-      timeline: its schedule under the model of the chip, or as it was measured.
-      floor: what no schedule of it beats.
-      findings: what is exposed, with causes and edits, the longest first.
-      overheads: what else costs time and computes nothing new, the largest first.
-      at_peak: the arrays in memory where the program needs the most of it, the largest first.
-      utilisation: the FLOPs of its matmuls over what the chip could do in its time.
-      refused: edits that could not be tried, and why.
-      predicted: the schedule under the model where `timeline` was measured; None of a chip that
-        jaxpar has no figures of.
-      instructions: what was predicted and measured of each, the longest first; empty where
-        nothing was measured.
+      program: the compiled program.
+      timeline: its schedule, simulated or measured.
+      floor: a time that no schedule of it beats.
+      findings: exposed time with causes and edits, the longest first.
+      overheads: other time that computes nothing new, the largest first.
+      at_peak: the arrays in memory at the peak, the largest first.
+      utilisation: its FLOPs in matmuls, over those that the chip can do in its time.
+      refused: edits that could not be compiled, and why.
+      predicted: the simulated schedule if `timeline` was measured; None without figures of the
+        chip.
+      instructions: each instruction's predicted and measured time, the longest first; may be empty.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -95,7 +97,7 @@ class Explanation:
       >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
       >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
       >>> print(found.text().splitlines()[0])
-      a step on v5e:2x2 (tp=4) takes ... us; ... us (...) of that it waits for transfers
+      a step on v5e:2x2 (tp=4) takes ... us; it waits ... us (...) for transfers
     """
 
     program: CompiledProgram
@@ -110,7 +112,7 @@ class Explanation:
     instructions: tuple[MeasuredInstruction, ...] = field(default=(), repr=False)
 
     def record(self) -> dict[str, Any]:
-        """Returns everything as plain numbers and text, as `json` writes it."""
+        """Returns everything as plain numbers and text."""
         return record_of(self)
 
     def json(self) -> str:
@@ -118,7 +120,7 @@ class Explanation:
         return json.dumps(self.record(), indent=1)
 
     def text(self, rows: int = 10) -> str:
-        """Returns the report as text, with at most `rows` findings, overheads and arrays."""
+        """Returns the report as text, with at most `rows` findings."""
         return text_of(self.record(), rows)
 
     def __str__(self) -> str:
@@ -137,44 +139,38 @@ def explain(
     own: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Says why a step takes as long as it does, line by line, and which edits make it faster.
+    """Explains why a step takes as long as it does, line by line, and tries edits.
 
-    The program's schedule is played on a model of its chip, as by `timeline`. Each wait for a
-    transfer is traced to the line it comes from, gets one cause out of a closed list
-    (see `Finding.meaning`), decided by rules on the schedule, and an edit. Edits that can be
-    tried by themselves are: compiler options, the order of the mesh, modes of jaxpar's collectives
-    and overlapped forms in place of plain ones, shardings of arguments, and a program without one
-    of its sharding constraints or barriers, with repeated collectives run once, sums in bfloat16,
-    or scans unrolled. For each of them the whole program is compiled and played again.
+    The schedule is simulated as by `timeline`. Rules give each wait for a transfer a source line,
+    one cause and an edit. For edits that jaxpar can make itself, the full program is compiled and
+    simulated again: compiler options, mesh orders, modes, overlapped forms, shardings of arguments,
+    no constraints or barriers, repeated collectives run once, sums in bfloat16, unrolled scans.
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
       tries: the number of edits to try, or a time as in `"10min"`, after which none is begun.
-        Edits that may mend the most seconds come first. 0 tries none. Causes that need a trial are
-        then left out, but for arguments whose dimensions disagree.
-      findings: how many findings there may be.
-      measured: from `read_trace` of this program: then findings, shares and times are those of the
-        measurement. Gains stay predicted: the predicted step with the edit is compared to the
-        predicted step without it.
+        Edits that may save the most come first. With 0, causes that need a trial are left out,
+        except for arguments whose dimensions disagree.
+      findings: the largest number of findings.
+      measured: from `read_trace` of this program. Times are then measured; gains stay predicted.
       assumed: as for `timeline`.
-      own: installed packages whose lines count as the program's own, by the names that are
-        imported, such as `("maxtext",)`. The line of a finding is the innermost of them; without,
-        it is the innermost that is not installed. Its chain shows frameworks either way.
+      own: import names of installed packages whose lines count as yours, such as `("maxtext",)`.
+        The line of a finding is your innermost one; by default, the innermost outside of installed
+        packages.
       progress: called with each edit before it is compiled.
 
     Returns:
       An `Explanation`; `print` shows it. Without findings no transfer is to blame.
 
     Raises:
-      ValueError: a chip that jaxpar has no figures of, and nothing measured; a negative number, or
-        `tries` that are neither a number nor minutes; a `measured` that was not, or is of another
-        function; a package in `own` that is not there.
-      TypeError: `program` is no `CompiledProgram`, or `own` is one text.
-      RuntimeError: the prediction is below the program's floor, which is a fault of jaxpar; the
-        message names a file with the program's text, for a report.
+      ValueError: no figures of the chip and no `measured`; a negative number; `tries` that is
+        neither a number nor minutes; a `measured` that is predicted or of another function; a
+        package in `own` that is neither installed nor in the program.
+      TypeError: `program` is no `CompiledProgram`, or `own` is a string.
+      RuntimeError: the prediction is below the program's floor, a fault of jaxpar. The message
+        names a file with the program's text, for a report.
 
-    Cost: an edit takes as long as the program took to compile. With the `cache` of `compile_for`,
-    one that was tried before takes no compiling: the next call with as many minutes tries others.
+    Cost: each edit takes a compilation, unless the `cache` of `compile_for` has it.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -213,7 +209,6 @@ def _explained(
     assumed: Assumptions | None,
     progress: Callable[[str], None] | None,
 ) -> Explanation:
-    """What `explain` returns."""
     can_play = measured is None or program.target.chip is not None
     predicted = timeline(program, assumed=assumed) if can_play else None
     played = measured or predicted
@@ -253,7 +248,7 @@ def _explained(
 
 
 def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> list[Finding]:
-    """Drops waits of windowed einsums, which are findings themselves; or those, if they do well."""
+    """Drops windowed einsums that help, or the waits of harmful ones."""
     harmful = [f for f in found if f.cause == "windowed einsums" and (f.gain or not f.tried)]
     if not harmful:
         return [f for f in found if f.cause != "windowed einsums"]
@@ -265,7 +260,7 @@ def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> lis
 
 
 def _require_same(program: CompiledProgram, measured: Timeline) -> None:
-    """Refuses a run of another function: its instructions may have the same names."""
+    """Raises if `measured` is a run of another function."""
     schedules = program.module.schedules
     own = _functions(one.op for schedule in schedules for one in schedule.operations)
     ran = _functions(event.op for event in measured.events)
@@ -277,7 +272,7 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
 
 
 def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
-    """Refuses packages that are neither lines of the program nor installed: a slip of the pen."""
+    """Raises unless each package is installed or has lines in the program."""
     if isinstance(own, str):
         raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
     sources = Sources(program.text) if own else None
@@ -293,24 +288,22 @@ def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
 
 
 def _functions(ops: Iterable[str]) -> set[str]:
-    """The jitted functions that operations are named after."""
     return {op.partition("/")[0] for op in ops if op.startswith("jit(")}
 
 
 class Before:
-    """What edits are compared with: the step without them, as it is predicted."""
+    """The predicted step without edits."""
 
     def __init__(self, exposures: Exposures) -> None:
         self.total, self._exposures = exposures.played.total, exposures
 
     @cached_property
     def exposed(self) -> Mapping[str, ExposedCollective]:
-        """What it exposes, by the names of the instructions."""
         return {name: one for one in self._exposures.all() for name in one.names}
 
 
 class _Ruled(NamedTuple):
-    """What costs time, what rules say of it up to the first that is sure, and their edits."""
+    """The verdicts up to the first sure one, and their edits."""
 
     of: ExposedCollective | Overhead
     verdicts: list[Verdict]
@@ -323,7 +316,7 @@ def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _R
         verdicts.append(verdict)
         if verdict.is_sure:
             break
-    # Edits of two arguments that change together are the same.
+    # Two arguments that change together propose the same edit.
     edits = [
         list({edit.text: edit for edit in verdict.edits}.values()) if is_worth else []
         for verdict in verdicts
@@ -332,9 +325,9 @@ def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _R
 
 
 def _finding(ruled: _Ruled, trials: Trials, before: Before) -> Finding:
-    """The first verdict that holds; one that is not sure needs an edit that makes it so.
+    """Returns a finding with the first verdict that holds.
 
-    Or one that was not tried, for want of tries, and that mends what is at odds as it stands.
+    A verdict that is not sure needs an edit that helps, or an untried one that repairs a mistake.
     """
     of, left, slower = ruled.of, 0, list[TriedEdit]()
     for verdict, edits in zip(ruled.verdicts, ruled.edits, strict=True):

@@ -1,4 +1,4 @@
-"""An explanation in plain numbers and text: as a record, in words, and beside another one."""
+"""An explanation as a JSON record, as text, and compared with another one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 MOST_LIVE = 10
-MOST_PLACES = 3  # of collectives that are alike, beside the first
-FAR = 2.0  # times the floor: a step that takes longer has something to mend
-WORTH = 0.01  # of the step: what is exposed for less is not worth compiling for
-_LEAST = 0.005  # of the step: overheads of less are not shown
+MOST_PLACES = 3  # of collectives that are alike, besides the first
+NEAR = 1.05  # times the floor: a step that takes longer is not said to be at its best
+FAR = 2.0  # times the floor: a step that takes longer gets a hint
+SMALL = 0.01  # of the step: shorter parts are not printed
+WORTH = 0.01  # of the step: a shorter wait is not worth a compilation
+_LEAST = 0.005  # of the step: smaller overheads are not shown
 
 
 def record_of(found: Explanation) -> dict[str, Any]:
-    """The numbers of an explanation, as JSON can hold them."""
     program, played = found.program, found.timeline
     return {
         "target": program.target.name,
@@ -102,7 +103,7 @@ def _of_line(line: Line | None) -> dict[str, Any] | None:
 
 
 def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
-    """The step, its worst findings, its overheads and its memory, in lines of a width."""
+    """Returns the report, with at most `rows` findings, folded to `width` characters."""
     lines = [*heading(record), ""]
     shown = record["findings"][:rows]
     for number, finding in enumerate(shown, 1):
@@ -117,25 +118,24 @@ def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """A line in as many as it takes, the further ones indented to where its text begins."""
+    """Returns a folded line; further lines are indented to its text."""
     start = re.match(r" *(\w+: +|\d+\. )?", line)
     indent = " " * (start.end() if start else 0)
     return wrap(line, max(width, 40), subsequent_indent=indent, break_long_words=False) or [""]
 
 
 def heading(record: Record) -> list[str]:
-    """The step in a few lines."""
     total = record["seconds"]
     takes, waits = ("took", "waited") if is_measured(record) else ("takes", "waits")
     lines = [
-        f"a step on {_devices(record)} {takes} {us(total)}; {us(record['exposed'])} "
-        f"({_share(record['exposed'], total)}) of that it {waits} for transfers",
+        f"a step on {_devices(record)} {takes} {us(total)}; it {waits} {us(record['exposed'])} "
+        f"({_share(record['exposed'], total)}) for transfers",
     ]
     held = f"it needs {size(record['peak_bytes'])}"
     if record["capacity"]:
         floor = max(record["floor"].values())
         least = (
-            f"no schedule of it takes less than {us(floor)}; its matmuls use "
+            f"no schedule of it takes less than {us(floor)} (its floor); its matmuls use "
             f"{record['utilisation']:.0%} of the chip's peak"
             if floor
             else "it has no matmuls and sends nothing: it has no floor"
@@ -148,47 +148,43 @@ def heading(record: Record) -> list[str]:
     bands = record["bands"]
     lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
     if loops := record["loops_of_unknown_length"]:
-        lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
+        lines.append(f"loops of unknown length count as one iteration: {', '.join(loops)}")
     return lines
 
 
 def at_least(kernel: str) -> str:
-    """That a kernel may take longer than it is said to."""
+    """Returns the note about a kernel of unknown cost."""
     return (
-        f"at least: what the kernel {kernel} multiplies is not known, and every figure that it is "
-        "in is a lower bound; give it cost_estimate=pl.CostEstimate(...)"
+        f"at least: the FLOPs of the kernel {kernel} are unknown, so its figures are lower bounds; "
+        "give it cost_estimate=pl.CostEstimate(...)"
     )
 
 
 def _devices(record: Record) -> str:
-    """The target and its mesh."""
     mesh = ", ".join(f"{name}={length}" for name, length in record["mesh"].items())
     return f"{record['target']} ({mesh})"
 
 
 def is_measured(record: Record) -> bool:
-    """Whether its times were measured."""
     return record["estimate"] == "measured"
 
 
 def _source(record: Record) -> str:
-    """Where the times come from."""
     if not is_measured(record):
         return (
-            f"the compiler's schedule on a model of the chip, by {record['estimate']}: not a "
-            "measurement"
+            "predicted, not measured: the compiler's schedule is simulated, with compute times by "
+            f"{record['estimate']}"
         )
     runs, predicted = record["runs"], record["predicted"]
     text = "measured"
     if len(runs) > 1:
         text += f", one of {len(runs)} runs, which took {us(min(runs))} to {us(max(runs))}"
     if predicted is None:
-        return f"{text}; no figures are published of the chip, so that nothing is predicted"
-    return f"{text}; {us(predicted['seconds'])} are predicted, by {predicted['estimate']}"
+        return f"{text}; no figures of the chip are published, so nothing is predicted"
+    return f"{text}; the prediction is {us(predicted['seconds'])}, by {predicted['estimate']}"
 
 
 def paragraph(record: Record, finding: Record, number: int) -> list[str]:
-    """One finding."""
     of, total = finding["of"], record["seconds"]
     lines = [f"{number}. {us(of['seconds'])} ({_share(of['seconds'], total)}): {title(of)}"]
     lines.append(f"   where: {place(of)}")
@@ -199,24 +195,21 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
     lines.append(f"   why:   {finding['cause']}: {finding['why']}")
     mended = (one["edit"] if one["gain"] else None for one in record["findings"])
     if finding["gain"] and (first := 1 + [*mended].index(finding["edit"])) < number:
-        return [*lines, f"   edit:  that of {first}, which mends this, too"]
+        return [*lines, f"   edit:  the edit of finding {first} mends this, too"]
     lines.append(f"   edit:  {finding['edit']}")
     lines.append(f"   gain:  {gain(record, finding)}")
     return lines
 
 
 def title_of(of: ExposedCollective | Overhead) -> str:
-    """What costs the time, in a line."""
     return title(asdict(of))
 
 
 def place_of(of: ExposedCollective | Overhead) -> str:
-    """The line, the scopes and the phase."""
     return place(asdict(of))
 
 
 def title(of: Record) -> str:
-    """What costs the time, in a line."""
     runs = f"{of['runs']} run{'s' * (of['runs'] != 1)}"
     if "collective" not in of:
         return f"{of['kind']}{' in a loop' * of['in_loop']}, {runs}, {of['what']}"
@@ -228,17 +221,16 @@ def title(of: Record) -> str:
 
 
 def place(of: Record) -> str:
-    """The lines, the scopes and the phase."""
     line = Line(**of["line"]) if of["line"] else None
     chain = [Line(**one) for one in of.get("chain") or [of["line"]] if one]
-    parts = [chain_text(chain, line) or "no line of the program's"]
+    parts = [chain_text(chain, line) or "no line of the program"]
     parts += [f"in {'/'.join(of['scopes'])}"] if of["scopes"] else []
     parts += [of["phase"]] if "phase" in of else []
     return ", ".join(parts)
 
 
 def elsewhere(of: Record) -> str:
-    """The other places of collectives that are alike; empty without any."""
+    """Returns the other places of collectives that are alike."""
     first, *others = of.get("places", ()) or ("",)
     if not others:
         return ""
@@ -249,43 +241,43 @@ def elsewhere(of: Record) -> str:
 
 
 def gain(record: Record, finding: Record) -> str:
-    """What the edit brings, or that it was not tried; of a measured step, what is predicted."""
+    """Returns the predicted gain of the edit, or why it was not tried."""
     before = record
     if is_measured(record):
         before = record["predicted"]
         if before is None:
-            return "cannot be told: nothing is predicted for this chip"
+            return "unknown: nothing is predicted for this chip"
     if finding["gain"] is None:
         return f"not tried: {_why_not(record, finding)}"
     total = before["seconds"]
     best = min(finding["tried"], key=lambda one: one["seconds"])
     predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
     if not finding["gain"]:
-        more = f", the best of {len(finding['tried'])}" if len(finding["tried"]) > 1 else ""
-        text = f"none; tried{more}: {best['edit']}: {us(best['seconds'])}{predicted}"
+        count = len(finding["tried"])
+        which = f"the best of {count} tried edits" if count > 1 else "the tried edit"
+        text = f"none; {which}: {best['edit']}: {us(best['seconds'])}{predicted}"
         return text + (f"; {_more_tries(finding)}" if finding["left"] else "")
     less = f"{_share(finding['gain'], total)} less"
     return f"the step then takes {us(best['seconds'])}{predicted}, {less}"
 
 
 def _why_not(record: Record, finding: Record) -> str:
-    """Why no edit of a finding was tried."""
     if finding["of"]["seconds"] < WORTH * record["seconds"]:
-        return "less than a percent of the step is not worth compiling for"
+        return "it costs less than 1% of the step, too little for a compilation"
     if finding["left"]:
         return _more_tries(finding)
-    return "it cannot be by itself"
+    return "jaxpar cannot make this edit itself"
 
 
 def _more_tries(finding: Record) -> str:
     left = finding["left"]
-    return f"{left} edit{'s' * (left != 1)} would take more tries"
+    return f"{left} more edit{'s' * (left != 1)} can be tried: raise tries"
 
 
 def verdict(record: Record) -> list[str]:
-    """Whether there is anything to do."""
+    """Returns how many edits help, or what else takes the time."""
     if not record["findings"]:
-        return [f"{_nothing(record)}; what it waits for is less than half a percent at any line"]
+        return [f"{_nothing(record)}. No line waits for transfers longer than 0.5% of the step"]
     gains = [finding for finding in record["findings"] if finding["gain"]]
     tried = {one["edit"] for finding in record["findings"] for one in finding["tried"]}
     lines = [f"edits tried, each by itself: {len(tried)}; findings with a gain: {len(gains)}"]
@@ -294,18 +286,46 @@ def verdict(record: Record) -> list[str]:
 
 
 def _nothing(record: Record) -> str:
-    """That there is nothing to mend; far from the floor only that no transfer is to blame."""
     total = record["seconds"]
     floor = max(record["floor"].values()) if record["capacity"] else 0.0
     if not floor:
-        return f"nothing to mend here: {us(total)}"
-    if total < FAR * floor:
+        return f"no transfer to mend: the step takes {us(total)}, and it has no known floor"
+    if total <= NEAR * floor:
         return f"nothing to mend here: {us(total)}, and no schedule takes less than {us(floor)}"
-    return (
-        f"no transfer to mend, though the step takes {us(total)}, {total / floor:,.1f} times its "
-        f"floor of {us(floor)}: its matmuls are slower than the peak, or several devices run the "
-        "same ones (their operands are whole on a mesh axis), or most of it is other work"
+    above = f"{total / floor - 1:.0%} above its floor"
+    if total >= FAR * floor:
+        above = f"{total / floor:,.1f} times its floor"
+    text = f"no transfer to mend: the step takes {us(total)}, {above} of {us(floor)}"
+    if spent := _spent(record):
+        text += f". {spent}"
+    if total >= FAR * floor:
+        text += (
+            ". Matmuls far below the peak may run on several devices alike: see whether their "
+            "operands are unsharded on a mesh axis"
+        )
+    return text
+
+
+def _spent(record: Record) -> str:
+    spent: dict[str, float] = defaultdict(float)
+    for event in record["events"]:
+        kind, seconds = event["kind"], event["end"] - event["start"]
+        if kind == "compute":
+            spent["matmuls" if event["is_matmul"] else "other work"] += seconds
+        elif kind == "wait":
+            is_copy = event["row"] == "memory"
+            spent["waits for copies" if is_copy else "waits for transfers"] += seconds
+    if not spent["matmuls"] + spent["other work"]:
+        return ""
+    total, best = record["seconds"], us(record["floor"]["compute"])
+    spent["gaps"] = total - sum(spent.values())
+    others = (
+        f"{what} {us(took)}"
+        for what, took in spent.items()
+        if what != "matmuls" and took >= SMALL * total
     )
+    took = f"Matmuls take {us(spent['matmuls'])} ({best} at the chip's peak)"
+    return ", ".join((took, *others))
 
 
 def _overheads(record: Record) -> Iterator[str]:
@@ -339,7 +359,7 @@ COMPARED = ("findings", "target", "mesh", "seconds", "exposed", "peak_bytes")  #
 
 
 def compared(before: Record, after: Record) -> str:
-    """What got better and what worse, line by line; lines are told by file and function."""
+    """Returns what got better and worse; places are files and functions."""
     change = after["seconds"] / before["seconds"] - 1
     lines = [
         f"the step takes {us(after['seconds'])}, before {us(before['seconds'])} ({change:+.1%}); "
@@ -362,7 +382,7 @@ def compared(before: Record, after: Record) -> str:
 
 
 def _by_place(record: Record) -> dict[str, float]:
-    """Seconds by what and where, without numbers of lines, which an edit moves."""
+    """Returns seconds by kind and place, without line numbers, which an edit moves."""
     found: dict[str, float] = defaultdict(float)
     for finding in record["findings"]:
         of = finding["of"]

@@ -1,4 +1,8 @@
-"""What is exposed of each collective of a program: where it comes from and what stood around it."""
+"""The exposed time of each collective: its source lines, and the work before and after it.
+
+A collective is *exposed* while the device waits for it. It is *inserted* if the partitioner, not
+the program, put it in.
+"""
 
 from __future__ import annotations
 
@@ -29,46 +33,42 @@ from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
 
 THE_END = "the end of the step"
-BEHIND = "the wait for "  # what stands behind on the same links
+BEHIND = "the wait for "  # a transfer that queues behind on the same links
 _MATMULS = ("convolution", "dot", "ragged-dot")
 
 
 @readable
 @dataclass(frozen=True)
 class ExposedCollective:
-    """What is exposed of the collectives of one line: all runs in a step, on one device.
+    """The waits for the collectives of one line: all runs in a step, on one device.
 
     Attributes:
-      name: of the instruction that is waited for the longest.
-      names: of all instructions that come from the same line and send over the same axes, and of
-        those that are like them at other places.
-      collective: its kind as HLO calls it, such as `"all-gather"`.
-      over: the mesh axes; of a permute with the step along them, as in `"tp +1"`.
-      seconds: in which the device waits for it, or for others while it holds their links.
-      held: the part of `seconds` in which other transfers queue behind it, over the same links.
+      name: the instruction with the longest wait.
+      names: all instructions of this line and these axes, and of places that are alike.
+      collective: the kind in HLO, such as `"all-gather"`.
+      over: the mesh axes; for a permute with its step, as in `"tp +1"`.
+      seconds: the wait for it, and for others while it holds their links.
+      held: the part of `seconds` in which others queue behind it.
       runs: how often it runs.
-      bytes: that a device sends in all runs.
-      transfer: seconds in which it is under way.
-      queued: seconds before its links are free of other transfers.
+      bytes: sent by a device in all runs.
+      transfer: seconds from start to end.
+      queued: seconds before its links are free.
       latency: the part of `transfer` before the first byte arrives.
-      links: over how many a device sends, of `links_there`.
-      line: the user's innermost line that it comes from. If no line is the user's, the innermost
-        one. None if the compiler gives no line.
+      links: the links that it uses, out of `links_there`.
+      line: the user's innermost line; if no line is the user's, the innermost one; None if unknown.
       lines: all lines that it comes from, the innermost first.
-      chain: up to five of these lines, from the innermost, which may be a framework's, to the
-        user's own and its callers.
-      places: where collectives are that are alike, the longest waited for first: layers, or calls
-        of one function, that differ in nothing but numbers.
-      scopes: the named scopes around it, such as those of modules.
+      chain: up to five of these lines, from the innermost to the callers of the user's line.
+      places: the places of collectives that are alike, the longest wait first. They differ only in
+        numbers, as layers do.
+      scopes: the named scopes around it, such as modules.
       phase: `"forward"`, `"backward"` or `"recomputation"`.
-      inserted: whether the partitioner put it in: the traced program has no such collective there.
-      moved: what is moved, and from which sharding to which where the partitioner did it.
-      before: what the device computed last before it waited.
-      after: what it computed next.
-      covered: seconds that it computed while the collective was under way.
-      independent: seconds of other work in the step that neither needs the collective nor is
-        needed for it, and that ran at another time.
-      synchronous: whether nothing can run beside it.
+      inserted: whether the partitioner put it in.
+      moved: the array that moves; for inserted ones, with the change of its sharding.
+      before: the device's last work before the wait.
+      after: its next work after the wait.
+      covered: seconds of compute during the transfer.
+      independent: seconds of independent work that ran at another time.
+      synchronous: whether no work can overlap with it.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -109,28 +109,26 @@ class ExposedCollective:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it goes over."""
+        """Returns the mesh axes."""
         parts = (part.split()[0] for part in self.over.split(",") if part.strip())
         return tuple(dict.fromkeys(parts))
 
 
 class Exposures(Origins):
-    """Finds what is exposed in a program, and answers what its causes ask about it."""
-
     def __init__(self, program: CompiledProgram, played: Timeline) -> None:
         super().__init__(program)
         self.played, self.target = played, program.target
-        measured = played.estimate == "measured"  # which needs no figures, where none are known
+        measured = played.estimate == "measured"  # a measurement needs no figures of the chip
         self.chip = (program.target.chip or NO_FIGURES) if measured else figures_of(program.target)
         self.links = Links(program.target.mesh, self.chip)
         self._look, self._disguises = Disguises(self.values), dict[str, Disguise | None]()
         self.seconds: dict[str, float] = defaultdict(float)  # computed, by instruction
         self.transfers: dict[str, list[Event]] = defaultdict(list)
         self.waits: dict[str, list[int]] = defaultdict(list)  # places in `order`
-        # A trace may have more than the program.
+        # A trace may have events of other programs.
         events = (event for event in played.events if event.name in self.homes)
         self.events = list(Charges(program, self.links).of(events))
-        # What the compute units do, one after the other.
+        # The work and the waits of the compute units, in order.
         self.order = [e for e in self.events if e.row == "compute"]
         for event in self.events:
             if event.kind == "compute":
@@ -142,11 +140,11 @@ class Exposures(Origins):
                 self.waits[event.name].append(place)
 
     def found(self) -> list[ExposedCollective]:
-        """What is exposed, the longest first: what one line sends over one axis is one entry."""
+        """Returns the exposed collectives, the longest wait first."""
         return [e for e in self.all() if e.seconds]
 
     def all(self) -> list[ExposedCollective]:
-        """All that is sent, what is hidden, too; the most exposed first."""
+        """Returns all collectives, hidden ones too, the longest wait first."""
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, source in self._sources.items():
             groups[source].append(name)
@@ -154,7 +152,7 @@ class Exposures(Origins):
         return sorted(found, key=lambda e: e.seconds, reverse=True)
 
     def runs(self, exposed: ExposedCollective) -> list[tuple[Event, float]]:
-        """All runs of collectives that are alike, hidden ones too, each with its wait."""
+        """Returns all runs of a group of collectives, each with its wait."""
         waits: dict[str, list[Event]] = defaultdict(list)
         for event in self.order:
             if event.kind == "wait":
@@ -169,16 +167,16 @@ class Exposures(Origins):
 
     @cached_property
     def _sources(self) -> dict[str, Any]:
-        """What is the same of collectives that one finding is of, by their names.
+        """Returns a key for each collective; those of one finding share a key.
 
-        They come from one place of the traced program; or from places alike, of calls of the same
-        functions in scopes that differ in numbers, which send the same shapes.
+        They come from one place of the traced program, or send the same shapes from places that
+        differ only in numbers.
         """
         places: dict[Any, list[str]] = defaultdict(list)
         for name, events in self.transfers.items():
             if events:
                 places[self._place(name)].append(name)
-        alike: dict[Any, Any] = {}  # of what places have in common, another thing that they have
+        alike: dict[Any, Any] = {}  # links a key to another key of the same group
 
         def head(one: Any) -> Any:
             while alike.setdefault(one, one) != one:
@@ -195,17 +193,16 @@ class Exposures(Origins):
         return {name: head(first) for name, first in firsts.items()}
 
     def _place(self, name: str) -> tuple[Any, ...]:
-        """Where in the traced program a collective comes from, and what it does there."""
         op_name, lines = self.origin_of(name)
         axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
         chain = self.sources.chain(lines)
         return self._kind(name), axes, chain, scopes_of(op_name), phase_of(op_name)
 
     def origin_of(self, name: str) -> tuple[str, tuple[Line, ...]]:
-        """The operation and the lines that a collective comes from.
+        """Returns the operation and the lines of a collective.
 
-        The compiler names several sums that it has made one by any of them, a loss perhaps: of
-        those that the partitioner put in, the largest array says it.
+        The compiler may name joined sums after any of them; for inserted sums, the largest array
+        counts.
         """
         collective = self.values.collective(name)
         if collective is None or len(collective.operands) == 1 or not self.is_inserted(name):
@@ -214,7 +211,6 @@ class Exposures(Origins):
         return self.origin(self.values.maker(largest).instruction)
 
     def _shapes(self, name: str) -> tuple[str, ...]:
-        """What a collective is given on a device."""
         collective = self.values.collective(name)
         operands = () if collective is None else collective.operands
         return tuple(str(array) for operand in operands for array in operand.arrays)
@@ -269,7 +265,6 @@ class Exposures(Origins):
         )
 
     def _places(self, names: list[str]) -> tuple[str, ...]:
-        """The different places that collectives come from, in their order."""
         found: dict[str, None] = {}
         for name in names:
             op_name, lines = self.origin_of(name)
@@ -278,7 +273,7 @@ class Exposures(Origins):
         return tuple(found)
 
     def disguise(self, name: str) -> Disguise | None:
-        """What a sum really is, if it is none."""
+        """Returns the gather or reduce-scatter that an all-reduce really is, or None."""
         if name not in self._disguises:
             collective = self.values.collective(name)
             found = None if collective is None else self._look.of(collective)
@@ -286,7 +281,7 @@ class Exposures(Origins):
         return self._disguises[name]
 
     def is_beside_a_matmul(self, name: str) -> bool:
-        """Whether a matmul takes what a gather brings, or makes what a sum is of."""
+        """Returns whether a matmul uses a gather's result, or makes a sum's operand."""
         collective = self.values.collective(name)
         if collective is None:
             return False
@@ -294,7 +289,7 @@ class Exposures(Origins):
             start, step = [self.values.value(collective)], self.values.users.__getitem__
         else:
             start, step = list(map(self.values.value, collective.operands)), self.values.sources
-        # As far as entries stay apart: a lookup or a reduction is no matmul's operand or result.
+        # Only through elementwise operations: a lookup or a reduction ends the search.
         found = reached(start, lambda value: step(value) if value.is_elementwise else ())
         return any(value.kind in _MATMULS for value in found)
 
@@ -314,23 +309,23 @@ class Exposures(Origins):
         if disguise is not None:
             over = f"over {self._over(name)!r}"
             if disguise.really == "gather":
-                return f"{text}; it lies in parts {over} and was wanted whole"
-            return f"{text}; a sum {over} of which each device wants a part"
+                return f"{text}; it is sharded {over} and is needed unsharded"
+            return f"{text}; a sum {over}, but each device needs only its shard"
         if not inserted:
             return text
         over, kind = self._over(name), self._kind(name)
         dims = collective.after("dimensions={")
         match kind:
             case "all-gather":
-                return f"{text}; dimension {dims} lies over {over!r} and was wanted whole"
+                return f"{text}; dimension {dims} is sharded over {over!r} and is needed unsharded"
             case "all-to-all":
-                return f"{text}; one dimension lies over {over!r} and another was wanted so"
+                return f"{text}; the sharding over {over!r} moves to another dimension"
             case "collective-permute":
-                return f"{text}; it was wanted in another order of the devices, or a part of it"
+                return f"{text}; it is needed in another order of the devices, or only in part"
             case _:
-                return f"{text}; each device has a part of a sum over {over!r}"
+                return f"{text}; each device has a partial sum over {over!r}"
 
-    # -- what stood around it -----------------------------------------------------------------
+    # -- work around the wait -----------------------------------------------------------------
 
     def _neighbour(self, place: int, step: int) -> str:
         wait = self.order[place]
@@ -345,7 +340,7 @@ class Exposures(Origins):
         return "the start of the step" if step < 0 else THE_END
 
     def _computed_beside(self, events: Iterable[Event]) -> float:
-        """Seconds in which the device computed while one of the transfers was under way."""
+        """Returns the seconds of compute during asynchronous transfers."""
         total, place = 0.0, 0
         for transfer in sorted(events, key=lambda e: e.start):
             if transfer.synchronous:
@@ -361,10 +356,7 @@ class Exposures(Origins):
         return total
 
     def _independent(self, operation: Operation) -> float:
-        """Seconds of the work that a collective neither needs nor is needed for, in a step.
-
-        Beside it in its own computation, and outside of the loops and calls around that one.
-        """
+        """Returns the seconds of independent work, in its own computation and in callers."""
         total, level, seen = 0.0, [operation], set[Operation]()
         while level:
             one = level.pop()
@@ -379,7 +371,7 @@ class Exposures(Origins):
 
     @staticmethod
     def _tied(schedule: Schedule, one: Operation) -> set[Operation]:
-        """An operation, all that it needs and all that needs it."""
+        """Returns an operation, its inputs and its users."""
         needed, after = set[Operation](), {one}
         level = [one]
         while level:
@@ -394,9 +386,9 @@ class Exposures(Origins):
 
     @cached_property
     def work(self) -> dict[Operation, float]:
-        """Seconds that each operation computes in a step, with all that it runs."""
+        """Returns the seconds of each operation in a step, with all that it runs."""
         found: dict[Operation, float] = {}
-        for schedule in self.program.module.schedules:  # those that are run come first
+        for schedule in self.program.module.schedules:  # callees come before their callers
             for operation in schedule.operations:
                 found[operation] = self.seconds.get(operation.name, 0.0)
                 if isinstance(operation, Control):
@@ -406,5 +398,5 @@ class Exposures(Origins):
 
 
 def _unnumbered(scope: str) -> str:
-    """The name of a scope without its number: `layers_3`, `layers.0` and `layers` are alike."""
+    """Returns a scope without its number: `layers_3` and `layers.0` are alike."""
     return re.sub(r"[_.\-]?\d+", "", scope)

@@ -1,4 +1,4 @@
-"""Collectives beside matmuls in a traced program, in jaxpar's overlapped forms."""
+"""Replaces a collective and its matmul by jaxpar's overlapped form."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Form:
-    """A way to run a gather or a reduce-scatter together with the matmul beside it."""
+    """A mode for a collective that runs together with its matmul."""
 
     mode: Mode
-    line: Line | None  # of the collectives that are meant; None: all
+    line: Line | None  # only collectives of this line; None: all
 
     @property
     def edit(self) -> str:
-        """In words."""
         return (
             "use jaxpar.collective_einsum (all_gather_matmul, matmul_reduce_scatter) with "
             f"mode={self.mode!r} in place of the collective and its matmul"
         )
 
     def equations(self, jaxpr: core.Jaxpr) -> dict[int, Handler]:
-        """What takes the place of gathers whose users are matmuls, and of sums of one."""
+        """Returns handlers for gathers that only matmuls use, and for scatters of a product."""
         users = _users(jaxpr)
         found: dict[int, Handler] = {}
         for place, eqn in enumerate(jaxpr.eqns):
@@ -98,7 +97,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """What is to be gathered by the matmuls that use it."""
+    """A sharded operand; the matmuls that use it gather it."""
 
     x: Any
     eqn: core.JaxprEqn
@@ -106,14 +105,13 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Factors:
-    """What is to be multiplied by what sums the product up."""
+    """The operands of a matmul that its reduce-scatter computes."""
 
     xs: list[Any]
     eqn: core.JaxprEqn
 
 
 def overlapped(line: Line | None) -> list[Form]:
-    """The forms that overlap, of what a line has."""
     return [Form("bidirectional", line), Form("unidirectional", line)]
 
 
@@ -126,7 +124,7 @@ def _users(jaxpr: core.Jaxpr) -> dict[core.Var, list[tuple[int, core.JaxprEqn]]]
 
 
 def _only_source(jaxpr: core.Jaxpr, users: Any, eqn: core.JaxprEqn) -> int | None:
-    """The matmul whose product an equation, and nothing else, takes."""
+    """Returns the place of the matmul whose product only this equation uses."""
     (x,) = eqn.invars
     if isinstance(x, core.Literal) or len(users[x]) > 1 or any(x is y for y in jaxpr.outvars):
         return None
@@ -159,7 +157,7 @@ def _is_dot(eqn: core.JaxprEqn) -> bool:
 
 
 def _letters(dot: core.JaxprEqn) -> tuple[str, str, str]:
-    """An einsum's subscripts of a dot_general."""
+    """Returns a dot_general's einsum subscripts."""
     (left_sums, right_sums), (left_batch, right_batch) = dot.params["dimension_numbers"]
     left = list(_LETTERS[: len(type_of(dot.invars[0]).shape)])
     fresh, rank = iter(_LETTERS[len(left) :]), len(type_of(dot.invars[1]).shape)

@@ -1,4 +1,4 @@
-"""The rules that say what a program sends in vain."""
+"""Rules that find needless transfers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
 
-_FEW = 1024  # bytes: the sum of a loss and the like, which lie nowhere
+_FEW = 1024  # bytes; less is the sum of a loss or the like, which has no sharding
 
 
 class SentInVain:
-    """These rules, for the collectives of one program."""
-
     def __init__(self, exposures: Exposures, edits: Edits) -> None:
         self.exposures, self.edits, self.values = exposures, edits, exposures.values
 
@@ -29,32 +27,31 @@ class SentInVain:
         part = disguise.part.arrays[0]
         whole = max((x.arrays[0] for x in collective.operands), key=lambda array: array.bytes)
         if disguise.really == "gather":
-            does = f"each device writes its {part} into zeros, and all of {whole} is summed"
-            rings = "gather in rings beside the matmul: jaxpar.all_gather_matmul"
+            does = f"each device writes its {part} into zeros, and the full {whole} is summed"
+            rings = "gather in a ring that overlaps with the matmul: jaxpar.all_gather_matmul"
             remedy = f"{self._one_after_the_other(e)}{rings}"
             if self.exposures.is_written(e.name, "psum"):
                 remedy = "write jax.lax.all_gather in place of the zeros, the update and the psum"
         else:
-            does = f"all of {whole} is summed, and each device keeps its {part}"
+            does = f"the full {whole} is summed, and each device keeps its {part}"
             remedy = "write jax.lax.psum_scatter in place of the psum and the slice"
             if e.inserted:
                 remedy = (
-                    "give the sum where it is made the sharding that its user has "
-                    "(with_sharding_constraint), or write it in a jax.shard_map with "
-                    "jax.lax.psum_scatter"
+                    "give the sum the sharding of its user (with_sharding_constraint, right after "
+                    "the sum), or write it in a jax.shard_map with jax.lax.psum_scatter"
                 )
-        # What the partitioner gathers stays a sum however its argument is sharded.
+        # An inserted gather stays a sum whatever the sharding of its argument.
         edits = () if e.inserted else chain(self.edits.modes(), self.edits.forms(e.line))
         return Verdict(
             "in disguise",
-            f"it is a {disguise.really} in disguise: {does}: twice the bytes of a "
+            f"it is a {disguise.really} in disguise: {does}. That sends twice the bytes of a "
             f"{disguise.really}",
             remedy,
             edits,
         )
 
     def _one_after_the_other(self, e: ExposedCollective) -> str:
-        """How to gather along parts of the devices: what goes over all of them is a sum."""
+        """Returns how to gather over one axis after another: over all, it becomes a sum."""
         axes = list(e.axes)
         if len(axes) == 1:
             size = self.exposures.target.mesh.shape[axes[0]]
@@ -75,8 +72,8 @@ class SentInVain:
         if e.collective == "all-gather" and self._is_invariant(collective):
             return Verdict(
                 "sent twice",
-                f"it gathers the same array in each of {e.runs} trips of a loop",
-                "gather in front of the loop, and give the loop the whole array",
+                f"it gathers the same array in each of {e.runs} iterations of a loop",
+                "gather before the loop, and pass the full array to the loop",
                 self.edits.once(),
             )
         if not self._has_room(kept := self._kept(e)):
@@ -84,23 +81,24 @@ class SentInVain:
         if e.phase == "recomputation":
             return Verdict(
                 "sent twice",
-                f"the forward pass has sent it, jax.checkpoint sends it again, and {size(kept)} to "
-                "keep instead would fit the memory",
-                "keep what the collective results in: jax.checkpoint(f, policy="
-                "save_only_these_names('whole')) with checkpoint_name(result, 'whole')",
+                "the forward pass sends it, and jax.checkpoint sends it again; saving it for the "
+                f"backward pass takes {size(kept)}, and memory has room for it",
+                "save the collective's result for the backward pass: jax.checkpoint(f, policy="
+                "jax.checkpoint_policies.save_only_these_names('received')) with "
+                "jax.ad_checkpoint.checkpoint_name(result, 'received')",
                 self.edits.kept(),
             )
         if other := self._alike(e, collective):
             return Verdict(
                 "sent twice",
                 f"{self.exposures.text(other)} has sent the same array over {e.over!r} before",
-                "gather once and use the result in both places",
-                self.edits.barriers(),  # without them the compiler does
+                "send it once and use the result in both places",
+                self.edits.barriers(),  # without barriers the compiler sends it once
             )
         return None
 
     def _is_invariant(self, collective: Instruction) -> bool:
-        """Whether a loop gives the collective the same array on each trip."""
+        """Returns whether the operand is the same in each iteration of a loop."""
         value = self.values.value(collective.operands[0])
         seen = set[Value]()
         while value not in seen:
@@ -129,7 +127,7 @@ class SentInVain:
         return value == wanted
 
     def _alike(self, e: ExposedCollective, collective: Instruction) -> str | None:
-        """Another collective that sends the same array to the same devices, before this one."""
+        """Returns an earlier collective that sends the same array to the same devices."""
         own = self._origin_of(collective)
         for name, events in self.exposures.transfers.items():
             other = self.values.collective(name)
@@ -148,17 +146,17 @@ class SentInVain:
         return None
 
     def _origin_of(self, collective: Instruction) -> Value:
-        """The operand of a collective, back through copies and out of what starts it."""
+        """Returns the value that an operand is a copy of."""
         value = self.values.value(collective.operands[0])
         while value.kind in ("copy", "bitcast", "parameter"):
             sources = list(self.values.sources(value))
-            if len(sources) != 1:  # an argument, or what a loop carries
+            if len(sources) != 1:  # an argument, or a loop's carry
                 break
             value = sources[0]
         return value
 
     def _kept(self, e: ExposedCollective) -> int:
-        """Bytes of all that a collective results in over a step."""
+        """Returns the bytes of the results in all runs."""
         arrays = self.exposures.instruction(e.name).arrays
         return max((array.bytes for array in arrays), default=0) * e.runs
 
@@ -176,16 +174,16 @@ class SentInVain:
         )
         return Verdict(
             "resharding",
-            "nobody wrote it: the partitioner put it in, as the array lies otherwise than it is "
-            "wanted",
-            "give the array where it is made the sharding that is wanted here, or shard what uses "
-            "it as the array is",
+            "the program does not have it: the partitioner put it in, because the array's sharding "
+            "is not the one that its user needs",
+            "give the array the sharding that its user needs, where the array is made; or give its "
+            "user the sharding of the array",
             edits,
             is_sure=False,
         )
 
     def _is_at_odds(self, e: ExposedCollective) -> bool:
-        """Whether arguments lie otherwise than what uses them: their edits mend a sum, too."""
+        """Returns whether arguments disagree with their users."""
         arguments = self.exposures.arguments(e.name)
         return e.inserted and any(True for _ in self.edits.mended(arguments, e.axes))
 
@@ -205,7 +203,7 @@ class SentInVain:
         )
 
     def _narrower(self, collective: Instruction, width: float) -> str | None:
-        """How it is known that fewer bytes a number would do, if it is."""
+        """Returns evidence that fewer bytes are enough, or None."""
         count = len(collective.operands)
         values = [self.values.value(collective)]
         if count > 1:
@@ -222,7 +220,7 @@ class SentInVain:
         return None
 
     def _on(self, value: Value) -> Iterator[Value]:
-        """What uses a value, through its copies and its done."""
+        """Yields the users of a value, past copies and dones."""
         for user in self.values.users[value]:
             if user.kind in ("copy", "bitcast", "all-reduce", "reduce-scatter", "dynamic-slice"):
                 yield from self._on(user)
@@ -231,5 +229,5 @@ class SentInVain:
 
 
 def _width(i: Instruction) -> float:
-    """Bytes of a number, 0 if it is not known; of flags, whose sums are counts, too."""
+    """Returns the bytes of a number; 0 if unknown, and for flags, whose sums are counts."""
     return i.arrays[0].width if i.arrays and i.arrays[0].dtype != "pred" else 0.0

@@ -14,7 +14,7 @@ from jaxpar.tools.program.sources import Line, line_of
 
 
 def narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Of sums of float32 at a line, everywhere if None: they travel in bfloat16."""
+    """Returns handlers for sums of float32 at a line; None: all."""
     found: dict[int, Handler] = {}
     for place, eqn in enumerate(jaxpr.eqns):
         if line is not None and line_of(eqn) != line:
@@ -28,7 +28,6 @@ def narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
 
 
 def _is_wide(x: Any) -> bool:
-    """Whether it is an array of float32; one number is not worth a cast."""
     return x.dtype == jnp.float32 and bool(x.shape)
 
 

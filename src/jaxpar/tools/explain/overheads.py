@@ -1,4 +1,7 @@
-"""What a step pays beyond transfers: copies, passes over memory, recomputation, slow matmuls."""
+"""The costs of a step besides transfers: copies, passes over memory, recomputation, slow matmuls.
+
+A *windowed einsum* is a matmul that the partitioner has cut into pieces with permutes between them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Overheads = Literal[
 _COPIES = {"copy", "copy-start", "copy-done"}
 _SLICES = {"dynamic-slice", "dynamic-update-slice", "slice", "concatenate", "pad", "gather"}
 _LAYOUTS = {"transpose", "reshape"}
-# What stands in a fusion besides and computes nothing.
+# Operations in a fusion that do not count as work.
 _BESIDE = {
     *("bitcast", "parameter", "constant", "tuple", "get-tuple-element", "convert", "broadcast"),
     *("add", "subtract", "multiply", "compare", "select", "clamp", "iota"),
@@ -35,19 +38,19 @@ _BESIDE = {
 @readable
 @dataclass(frozen=True)
 class Overhead:
-    """Time of one line beyond transfers, and matmuls at their best.
+    """Time that one line costs besides transfers and fast matmuls.
 
-    It computes nothing new, or slower than it could, or goes over memory.
+    It computes nothing new, is slower than the chip, or passes over memory.
 
     Attributes:
-      kind: what it is.
-      seconds: in a step; of windowed einsums all of their pieces, and the waits between them.
+      kind: one of `Overheads`.
+      seconds: the time in a step. For windowed einsums, all pieces and the waits between them.
       runs: how many instructions ran.
-      line: of the user's own; None if the compiler says none.
-      chain: the lines that tell where it is, from the innermost to what calls the user's own.
+      line: the user's line; None if the compiler gives none.
+      chain: the lines from the innermost to the callers of the user's line.
       scopes: the named scopes around it.
       in_loop: whether it is in the body of a loop.
-      what: an instruction of it, and its shape.
+      what: its longest instruction, with the shape.
 
     Example:
       >>> Overhead("copies", 2e-6, 8, None, (), (), True, "copy.1, f32[16]").seconds
@@ -65,7 +68,7 @@ class Overhead:
 
 
 def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...]:
-    """The overheads of a program, the largest first."""
+    """Returns the overheads of a program, the largest first."""
     groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
     pieces: list[tuple[str, float]] = []
     for event in exposures.events:
@@ -82,7 +85,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
         kind = "copies" if waits_for_copy else _kind(exposures, i, op_name)
         if kind is not None:
             loop = exposures.loop_around(event.name)
-            if loop is not None and kind == "copies":  # are of what the loop carries
+            if loop is not None and kind == "copies":  # they copy the loop's carry
                 op_name, lines = exposures.origin(exposures.instruction(loop.name))
             chain = exposures.sources.chain(lines)
             key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
@@ -98,7 +101,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
 
 
 def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
-    """What windowed einsums take, at the line with the most of it."""
+    """Returns the overhead of all windowed einsums, at the longest line."""
     by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
     for name, seconds in pieces:
         by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds
@@ -122,7 +125,8 @@ def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | Non
     if phase_of(op_name) == "recomputation":
         return "recomputation"
     if work.is_matmul:
-        flops = sum(one.flops * max(one.width, 1.0) / 2 for one in work.matmuls)  # of 16 bits
+        # In FLOPs of 16 bits.
+        flops = sum(one.flops * max(one.width, 1.0) / 2 for one in work.matmuls)
         chip = exposures.chip
         by_memory = (work.moved - work.in_vmem) / chip.hbm > flops / chip.flops
         return "HBM-bound matmuls" if flops and by_memory else None

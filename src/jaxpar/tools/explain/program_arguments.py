@@ -1,4 +1,4 @@
-"""The arguments of a program: their names, how they lie, and how a person knows them."""
+"""The arguments of a program: names, shardings, and labels for readers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxpar.tools.timeline.timeline import CompiledProgram
 
 
 class ProgramArguments:
-    """What a program was traced with: leaves that are arrays, and others, which are static.
+    """The arrays among a program's arguments; other leaves are static.
 
     Attributes:
-      given: as they were given, with shardings on a mesh.
-      leaves: by the names that JAX gives the program's parameters, in their order.
+      given: all arguments, with shardings on a mesh.
+      leaves: the arrays in order, by JAX's names of parameters.
     """
 
     def __init__(self, program: CompiledProgram, mesh: Mesh) -> None:
@@ -33,7 +33,7 @@ class ProgramArguments:
         self.leaves = {name: self._flat[place] for name, place in self._places.items()}
 
     def calling(self, jitted: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the leaves alone, which calls another one with all arguments."""
+        """Returns a function of the leaves that calls `jitted` with all arguments."""
 
         def call(*leaves: Any) -> Any:
             return jitted(*self._filled(dict(zip(self._places, leaves, strict=True))))
@@ -41,7 +41,7 @@ class ProgramArguments:
         return call
 
     def sharded(self, specs: Mapping[str, PartitionSpec]) -> tuple[Any, ...]:
-        """The arguments with other specs, by name."""
+        """Returns the arguments with other specs."""
         changed = {
             name: shape_of(self.leaves[name], NamedSharding(self._mesh, spec))
             for name, spec in specs.items()
@@ -55,10 +55,7 @@ class ProgramArguments:
         return self._tree.unflatten(flat)
 
     def listed(self, names: Collection[str]) -> str:
-        """A few names, those that differ in numbers alone as one.
-
-        Of a list of arrays, whose names are numbers alone, the scopes in which they are used.
-        """
+        """Returns a few names as text; names that differ only in numbers are joined."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in names:
             alike[without_numbers(self.label(name))].append(name)
@@ -76,7 +73,7 @@ class ProgramArguments:
         return f"{pattern if others else self.label(first)} ({text})"
 
     def label(self, name: str) -> str:
-        """The name; of an array in a list the scopes in which it is used, if there are some."""
+        """Returns the name; for an array in a list, the scopes of its use."""
         return (_POSITION.fullmatch(name) and self._scopes.get(name)) or name
 
     @cached_property
@@ -84,11 +81,11 @@ class ProgramArguments:
         return dict(zip(self._places, scopes_of_use(self._jaxpr), strict=True))
 
 
-_POSITION = re.compile(r"\w+(\[\d+\])+")  # of a list of arrays
+_POSITION = re.compile(r"\w+(\[\d+\])+")  # an entry of a list of arrays
 
 
 def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
-    """What JAX calls the arguments, in the compiled program, too."""
+    """Returns JAX's names of the arguments, also in the compiled program."""
     known = jaxpr.debug_info.arg_names or ()
     count = len(jaxpr.invars)
     given = [*known, *[""] * (count - len(known))]
@@ -96,7 +93,7 @@ def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
 
 
 def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
-    """Which leaf each argument of the traced program is; those between them are static."""
+    """Yields each argument's place among the leaves; others are static."""
     left = iter([(n, _kind(jax.typeof(leaf))) for n, leaf in enumerate(flat) if is_array(leaf)])
     for number, var in enumerate(jaxpr.invars):
         own = _kind(var.aval)
@@ -111,12 +108,11 @@ def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
 
 
 def _kind(aval: Any) -> tuple[Any, ...]:
-    """What tells an array from a static number."""
     return tuple(aval.shape), aval.dtype, aval.weak_type
 
 
 def scopes_of_use(jaxpr: core.Jaxpr) -> list[str]:
-    """Of each argument, the named scopes around what uses it first, with slashes between them."""
+    """Returns the scopes around the first use of each argument."""
     found: dict[int, str] = {}
     _note_scopes(jaxpr, {var: number for number, var in enumerate(jaxpr.invars)}, "", found)
     return [found.get(number, "") for number in range(len(jaxpr.invars))]
@@ -143,12 +139,12 @@ def _note_scopes(
             known[eqn.outvars[0]] = own[0]
 
 
-_NAME = re.compile(r"[\w.-]+")  # not the text of an einsum, which is a scope, too
+_NAME = re.compile(r"[\w.-]+")  # an einsum's text is a scope too, but no name
 _SAME = ("convert_element_type", "copy", "reshape", "sharding_constraint", "transpose")
 
 
 def laid(args: Any, mesh: Mesh) -> Any:
-    """Arguments whose shardings, which may be specs without a mesh, are on this one."""
+    """Returns arguments with their shardings on this mesh."""
 
     def on_mesh(x: Any) -> Any:
         sharding: Any = getattr(x, "sharding", None)
@@ -157,14 +153,14 @@ def laid(args: Any, mesh: Mesh) -> Any:
         kind = sharding.memory_kind
         return shape_of(x, NamedSharding(mesh, sharding.spec, memory_kind=kind))
 
-    with jax.set_mesh(mesh):  # a shape whose sharding is a spec has none without
+    with jax.set_mesh(mesh):  # without it, a shape with a bare spec has no sharding
         return jax.tree.map(on_mesh, args)
 
 
 def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """Of arguments that lie otherwise than earlier ones of their shapes and names: how those do.
+    """Returns specs for arguments that differ from earlier ones of the same name and shape.
 
-    An optimizer's `state[0].mu['up']` is so named as `params['up']` or `state.params['up']`.
+    An optimizer's `state[0].mu['up']` has the name of `params['up']` or `state.params['up']`.
     """
     first: dict[tuple[str, Any], PartitionSpec] = {}
     found: dict[str, PartitionSpec] = {}
@@ -184,21 +180,17 @@ _TREE = re.compile(r"^\w+(\.params)?")
 
 
 def spec_of(x: Any) -> PartitionSpec | None:
-    """How an argument is sharded, if it says so by a spec."""
     return getattr(getattr(x, "sharding", None), "spec", None)
 
 
 def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """The same argument, sharded so."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _padded(spec: PartitionSpec, shape: Sequence[int]) -> list[Any]:
-    """An entry for each dimension."""
     return [*spec, *[None] * (len(shape) - len(spec))]
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """As a person writes it."""
     entries = ", ".join(map(repr, spec))
     return f"P({entries})"

@@ -1,4 +1,4 @@
-"""Collectives that a program runs again with the same operand, run once."""
+"""Rewrites programs so that repeated collectives run once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, type_of, varying_
 
 
 def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Of scans whose body gathers what every trip has: they gather in front of the loop."""
+    """Returns handlers that move loop-invariant collectives before the loop."""
     return {
         place: _hoist
         for place, eqn in enumerate(jaxpr.eqns)
@@ -25,7 +25,7 @@ def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 
 
 def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
-    """By the place of a collective in the body, the constant that is its operand."""
+    """Returns the operand's constant for each loop-invariant collective."""
     body, (count, _) = scan.params["jaxpr"].jaxpr, _counts(scan)
     constants = {var: number for number, var in enumerate(body.invars[:count])}
     return {
@@ -36,7 +36,7 @@ def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
 
 
 def _counts(scan: core.JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried; the rest is sliced."""
+    """Returns how many operands are constants, and how many are carried."""
     body = scan.params["jaxpr"].jaxpr
 
     def sliced(whole: Sequence[Any], parts: Sequence[Any]) -> int:
@@ -81,7 +81,7 @@ def _hoist(scan: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
 
 
 def kept(jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Of recomputations that send what the forward pass has sent: they take its results."""
+    """Returns handlers that give recomputations the results of the forward pass."""
     numbers = _Numbers(jaxpr)
     results: dict[int, Sequence[Any]] = {}  # of forward collectives, by their number
     handlers: dict[int, Handler] = {}
@@ -111,7 +111,7 @@ def _noted(
 
 
 def _as_kept(x: Any) -> Any:
-    """What jax.checkpoint does to what it keeps: a pass over memory that the compiler leaves in."""
+    """Returns a residual as jax.checkpoint saves it: with a pass over memory."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     figures = jnp.finfo(x.dtype)
@@ -126,14 +126,14 @@ def _with_results(
 ) -> Sequence[Any]:
     inner = eqn.params["jaxpr"]
     kept = {n: list(results[k]) for n, k in repeated.items()}
-    # As what lowers a remat2 does: else the compiler would keep the rest, too.
+    # The lowering of remat2 has barriers too. Without them the compiler would save the rest.
     operands, kept = _behind_barriers((operands, kept))
     given: dict[int, Handler] = {n: partial(_given, found) for n, found in kept.items()}
     return evaluated(inner, (), operands, Change(lambda jaxpr: given if jaxpr is inner else {}))
 
 
 def _behind_barriers(tree: Any) -> Any:
-    """A barrier for those that vary over the same axes: behind one, all vary as any of them."""
+    """Returns the tree behind barriers, one for leaves of the same varying axes."""
     leaves, structure = jax.tree.flatten(tree)
     alike: dict[frozenset[str], list[int]] = {}
     for place, leaf in enumerate(leaves):
@@ -150,13 +150,12 @@ def _given(results: Sequence[Any], eqn: core.JaxprEqn, operands: list[Any]) -> S
 
 
 def is_collective(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation sends anything."""
     name = eqn.primitive.name
     return LAX_NAMES.get(name, name) in COLLECTIVES
 
 
 class _Numbers:
-    """Gives the variables of a jaxpr numbers, which are equal where values are."""
+    """Numbers the variables of a jaxpr; equal values get equal numbers."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, outer: _Numbers | None = None, given: Sequence[Any] = ()
@@ -175,7 +174,6 @@ class _Numbers:
                 self.collectives.setdefault(self.of[eqn.outvars[0]], place)
 
     def number(self, x: core.Var | core.Literal) -> int:
-        """The number of a variable, or of a literal."""
         if isinstance(x, core.Literal):
             return self._new(("literal", str(x.val), str(x.aval)))
         return self.of[x] if x in self.of else self._new(x)

@@ -1,7 +1,7 @@
-"""Other shardings of a program's arguments: of all that one rule of a layout may have laid.
+"""Other shardings of a program's arguments.
 
-What is multiplied with what is read off the traced program, as for a layout. Arrays of one spec
-change together, as those of all layers and of an optimizer's state do.
+The traced program says which dimensions are multiplied with each other. Arrays with one spec change
+together.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from jaxpar.tools.private_names import PaddedDim, axes_by_dim, size_of, without_
 
 @dataclass(frozen=True)
 class Resharded:
-    """Arguments with another spec, and what they disagree with as they are, if anything."""
-
     specs: dict[str, PartitionSpec]  # by name
     text: str
-    axes: frozenset[str]  # of which the arguments lie otherwise
-    disagrees: str
+    axes: frozenset[str]  # over which the sharding changes
+    disagrees: str  # what the arguments now disagree with; may be empty
 
     @property
     def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """The axes of each argument's dimensions, up to the last that has some."""
+        """Returns the axes of each argument's dimensions, up to the last sharded one."""
         given = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
         return {
             name: axes[: max((d for d, own in enumerate(axes, 1) if own), default=0)]
@@ -44,24 +42,24 @@ class Resharded:
 
 
 class Reshardings:
-    """Which arguments of one program might better be sharded by other dimensions."""
+    """Finds arguments that might better be sharded by other dimensions."""
 
     def __init__(self, arguments: ProgramArguments, jaxpr: Any, mesh: Mesh) -> None:
         self.arguments, self.mesh = arguments, mesh
-        # Data choose rows and are not multiplied: numbers of tokens, masks, keys.
+        # Data such as token ids, masks and keys choose rows and are not multiplied.
         data = [x for x in arguments.leaves.values() if not _is_weight(x)]
         paths = [name if _is_weight(x) else None for name, x in arguments.leaves.items()]
         self._layout = self._as_layout()
         self._members = Members(
             self._layout, Dimensions(jaxpr, paths), [Data(x, is_state=False) for x in data]
         )
-        # An argument that is one array may be the batch, over whose axes weights are gathered.
+        # A single array may be the batch, and weights may be gathered over the batch's axes.
         alone = [array for name, array in self._layout.items() if not re.search(r"[\[.]", name)]
         self._members.gathered |= {axis for array in alone for axes in array.axes for axis in axes}
 
     @cached_property
     def at_odds(self) -> list[Resharded]:
-        """Of arguments that disagree with what they are multiplied with, all alike as one."""
+        """Returns new shardings for arguments that disagree with their users."""
         by_spec, by_shape = self._groups("spec"), self._groups("shape")
         found, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
         alike: dict[Any, list[RuleCandidate]] = defaultdict(list)
@@ -76,10 +74,7 @@ class Reshardings:
         ]
 
     def near(self, names: Sequence[str], axes: Sequence[str]) -> Iterator[Resharded]:
-        """Of arguments of these names that lie over some axes, those that add few odds first.
-
-        Arrays of one shape and spec change together; then, of each name, those of all layers.
-        """
+        """Yields new shardings for these arguments over some axes, the fewest conflicts first."""
         groups: dict[tuple[str, ...], None] = {}
         for name in names:
             own = self._layout.get(name)
@@ -103,7 +98,7 @@ class Reshardings:
         return Resharded(specs, text, axes, candidate.disagrees)
 
     def _with_state(self, own: Sequence[ArrayLayout]) -> list[ArrayLayout]:
-        """Arrays, and those that go with them and lie as they do."""
+        """Returns the arrays and the state that follows them."""
         known = {self._members.seen.classes[array.path] for array in own}
         paths = {array.path for array in own}
         return [
@@ -118,7 +113,7 @@ class Reshardings:
         ]
 
     def _groups(self, of: str) -> list[tuple[str, ...]]:
-        """Rules of one spec, or of one shape and spec, that are several."""
+        """Returns groups of rules with one spec, or with one shape and spec."""
         found: dict[Any, dict[str, None]] = defaultdict(dict)
         for array in self._layout.values():
             assert array.rule is not None
@@ -127,7 +122,7 @@ class Reshardings:
         return [tuple(rules) for rules in found.values() if len(rules) > 1]
 
     def _as_layout(self) -> Layout:
-        """The weights as a layout, with a rule for all of one shape and spec of all layers."""
+        """Returns the weights as a layout; arrays alike in all layers share a rule."""
         arrays: list[ArrayLayout] = []
         for name, x in self.arguments.leaves.items():
             spec = spec_of(x)

@@ -1,7 +1,6 @@
-"""The same program with some of its equations changed, for edits that can be tried by themselves.
+"""Changes equations of a traced program.
 
-A program that was traced is evaluated again, equation by equation, with others in the place of
-those that change. What has no change in it stays as it is, with its lines and scopes.
+The program is evaluated again; unchanged equations keep their lines and scopes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.timeline.frameworks import donated_inside
 
-# The results of an equation, from its operands: of the program itself, or what the handler of an
-# equation before it gave in the place of its results.
+# Computes the results of an equation from its operands. An operand may be a stand-in that the
+# handler of an earlier equation returned.
 Handler = Callable[[core.JaxprEqn, list[Any]], Sequence[Any]]
 
 
@@ -29,28 +28,27 @@ def _no_change(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 
 @dataclass(frozen=True)
 class Change:
-    """What is changed in a program.
+    """A change of a program.
 
     Attributes:
-      equations: of a jaxpr, by their places, what gives the results of those that change. It is
-        asked about every jaxpr of the program.
-      meshes: a mesh, and one that takes its place; None: all stay.
+      equations: returns the handlers of a jaxpr's changed equations, by their places.
+      meshes: a mesh and its replacement, or None.
     """
 
     equations: Callable[[core.Jaxpr], dict[int, Handler]] = _no_change
     meshes: tuple[Mesh, Mesh] | None = None
 
     def touches(self, jaxpr: core.Jaxpr) -> bool:
-        """Whether anything changes in a jaxpr or inside it."""
+        """Returns whether anything changes in a jaxpr or inside it."""
         return bool(self.equations(jaxpr)) or any(map(self.touches_inside, jaxpr.eqns))
 
     def touches_inside(self, eqn: core.JaxprEqn) -> bool:
-        """Whether the equation stays and something in it changes."""
+        """Returns whether something inside an equation changes."""
         inside = any(map(self.touches, subjaxprs(eqn.params)))
         return inside or self.of(eqn.params) != eqn.params
 
     def of(self, found: Any) -> Any:
-        """An equation's parameter on the new mesh."""
+        """Returns an equation's parameter on the new mesh."""
         if self.meshes is None:
             return found
         old, new = self.meshes
@@ -68,12 +66,9 @@ class Change:
 
 
 def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
-    """Returns a function of the same arguments, flat, with flat results; None without a change.
+    """Returns the changed function, with flat arguments and results; None if nothing changes.
 
-    Args:
-      jitted: what `jax.jit` returned. Its donations stay.
-      change: what changes.
-      *args: as for `jitted`; to be traced in the context of the mesh.
+    Donations stay. Call it in the context of the mesh.
     """
     closed = jax.make_jaxpr(jitted)(*args)
     if not change.touches(closed.jaxpr):
@@ -90,7 +85,7 @@ def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
 def evaluated(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], change: Change
 ) -> list[Any]:
-    """The results of a jaxpr for these arguments, with what changes changed."""
+    """Returns the results of the changed jaxpr."""
     names, values = (*jaxpr.constvars, *jaxpr.invars), (*consts, *args)
     known: dict[core.Var, Any] = dict(zip(names, values, strict=True))
 
@@ -106,13 +101,13 @@ def evaluated(
     return list(map(value, jaxpr.outvars))
 
 
-# Jaxprs that are put together from equations want one, for messages of JAX's own.
+# A jaxpr made from equations needs one, for JAX's messages.
 _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """The results of an equation for these operands, some of its parameters being others."""
-    # Results that nobody uses are no variables: all are given others.
+    """Returns the results of an equation, with some other parameters."""
+    # Unused results are no variables, so all variables are made anew.
     invars: list[Any] = [core.Var(x.aval) for x in eqn.invars]
     outvars: list[Any] = [core.Var(x.aval) for x in eqn.outvars]
     own = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
@@ -122,7 +117,7 @@ def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequenc
 
 def _changed_inside(change: Change, eqn: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     params = change.of(eqn.params)
-    if eqn.primitive.name == "shard_map":  # only in it are its axes bound
+    if eqn.primitive.name == "shard_map":  # its axes are bound only inside it
         return _shard_map(params, change)(*operands)
 
     def changed(found: Any) -> Any:
@@ -150,7 +145,7 @@ def _retraced(closed: core.ClosedJaxpr, change: Change) -> core.ClosedJaxpr:
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """What is traced like a value of this type: sharded and varying as it is."""
+    """Returns a shape that is traced like this type, sharded and varying."""
     more: dict[str, Any] = {"manual_axis_type": aval.manual_axis_type}
     if not aval.sharding.mesh.empty:
         more["sharding"] = aval.sharding

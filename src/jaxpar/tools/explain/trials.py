@@ -1,4 +1,4 @@
-"""Trying edits: the whole program is compiled with each of them, and played again."""
+"""Tries edits: compiles the full program with each edit, and simulates it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxpar.tools.timeline.timeline import CompiledProgram, timeline
 @readable
 @dataclass(frozen=True)
 class TriedEdit:
-    """What an edit brings: the whole step, compiled with it and played.
+    """The full step, compiled with an edit and simulated.
 
     Attributes:
-      edit: what was changed, in words.
-      seconds: that the step takes with it.
-      peak: bytes of memory that it needs.
-      program: compiled with the edit.
-      exposed: what the program with the edit exposes.
+      edit: the change in words.
+      seconds: the time of the step with the edit.
+      peak: the bytes of memory that it needs.
+      program: the program with the edit.
+      exposed: the collectives that it exposes.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -48,10 +48,10 @@ class TriedEdit:
     exposed: tuple[ExposedCollective, ...]
 
     def removes(self, exposed: ExposedCollective) -> bool:
-        """Returns whether the edit removes more than half of what `exposed` waits for."""
+        """Returns whether the edit removes more than half of the wait for `exposed`."""
 
         def source(one: ExposedCollective) -> tuple[Any, ...]:
-            # Of places that are alike another one may be waited for the longest.
+            # Another one of the places that are alike may now have the longest wait.
             shape, _, what = one.moved.partition(";")[0].partition(" of each device, ")
             return one.line, one.phase, one.axes, shape, re.sub(r"\d+", "", what)
 
@@ -60,23 +60,20 @@ class TriedEdit:
 
 
 class Trials:
-    """Tries edits of a program, each once."""
-
     def __init__(self, assumed: Assumptions | None, progress: Callable[[str], None] | None) -> None:
         self.assumed, self.progress = assumed, progress
-        self.gains: dict[str, float] = defaultdict(float)  # seconds of what each edit may mend
+        self.gains: dict[str, float] = defaultdict(float)  # seconds that each edit may save
         self.done: dict[str, TriedEdit | None] = {}
         self.refused: dict[str, str] = {}  # why an edit could not be tried
         self.compiled = 0
 
     def run(self, proposed: Iterable[tuple[float, Sequence[Sequence[Edit]]]], most: Budget) -> None:
-        """Tries the edits of findings, those that can gain most first, as many as there may be.
+        """Tries edits within a budget, those that may save most first.
 
         Args:
-          proposed: of each finding its seconds, which an edit of it may gain, and the edits of its
-            rules, in their order. An edit of several findings counts for all of them, the
-            first one of a rule for more than the others, and what mends a known mistake in full.
-          most: how many, or how long.
+          proposed: the seconds of each finding, and the edits of each of its rules in order. The
+            first edit of a rule counts most. One that repairs a known mistake counts in full.
+          most: the budget.
         """
         edits: dict[str, Edit] = {}
         for seconds, rules in proposed:
@@ -94,7 +91,7 @@ class Trials:
             self._try(edits[text])
 
     def of(self, edits: Iterable[Edit]) -> tuple[TriedEdit, ...]:
-        """What those bring that were tried, the fastest first."""
+        """Returns the edits that were tried, the fastest first."""
         found = (self.done.get(edit.text) for edit in edits)
         return tuple(sorted(filter(None, found), key=lambda tried: tried.seconds))
 
@@ -105,7 +102,7 @@ class Trials:
         try:
             compiled = edit.compiled()
             played = compiled and timeline(compiled, assumed=self.assumed)
-        except Exception as reason:  # an edit that does not fit the program is none
+        except Exception as reason:  # the edit does not fit the program
             said = str(reason).strip().partition("\n")[0]
             self.refused[edit.text] = f"{type(reason).__name__}: {said}"
             self.compiled += isinstance(reason, jax.errors.JaxRuntimeError)  # by the compiler
@@ -118,18 +115,14 @@ class Trials:
 
 
 class Budget(NamedTuple):
-    """How many edits may be tried, and how long: none is begun later."""
+    """The most edits, and the seconds after which none is begun."""
 
     edits: float
     seconds: float
 
     @classmethod
     def of(cls, tries: Any) -> Budget:
-        """Reads a number of edits, or minutes as in `"10min"`.
-
-        Raises:
-          ValueError: anything else, or less than none.
-        """
+        """Reads a number of edits, or minutes as in `"10min"`; raises ValueError for others."""
         minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", tries) if isinstance(tries, str) else None
         if minutes:
             return cls(inf, 60 * float(minutes[1]))

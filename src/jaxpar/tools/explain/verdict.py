@@ -1,4 +1,4 @@
-"""The closed list of causes, and what a rule says of a transfer that is waited for."""
+"""The closed list of causes, and the verdicts of rules."""
 
 from __future__ import annotations
 
@@ -25,35 +25,34 @@ Cause = Literal[
     "windowed einsums",
 ]
 
-# What each one means, for readers.
+# The meaning of each cause, for readers.
 CAUSES: dict[Cause, str] = {
-    "in disguise": "a gather or a reduce-scatter is done as a sum of whole arrays: twice the bytes",
-    "resharding": "an array lies otherwise than the operation that uses it wants it",
+    "in disguise": "an all-reduce does the work of a gather or a reduce-scatter: twice the bytes",
+    "resharding": "an array's sharding is not the one that its user needs",
     "sent twice": "the same bytes travel more than once in a step",
-    "wide dtype": "numbers travel in more bytes than the result keeps of them",
+    "wide dtype": "numbers travel in more bytes than the result keeps",
     "links apart": "neighbours on the mesh axis are several links apart",
-    "links busy": "the links are in use by another transfer",
-    "start alone": "the program starts it early, and nothing runs beside it all the same",
-    "latency": "the message is small: most of its time passes before the first byte is there",
-    "synchronous": "the compiler makes it synchronous: nothing runs beside it",
+    "links busy": "another transfer uses the links",
+    "start alone": "the program starts it early, but no work overlaps with it",
+    "latency": "the message is small: most of its time passes before the first byte arrives",
+    "synchronous": "the compiler makes it synchronous: no work overlaps with it",
     "ends of a pipeline": "it fills or drains a pipeline whose other transfers are hidden",
-    "ordered elsewhere": "work that needs it not stands at another place of the program",
-    "nothing to hide behind": "what comes next needs it, and there is no other work",
-    "copies": "a loop copies what it carries from trip to trip",
+    "ordered elsewhere": "independent work that could hide it runs at another time",
+    "nothing to hide behind": "the next operation needs it, and there is no other work",
+    "copies": "a loop copies its carry in each iteration",
     "windowed einsums": "the partitioner has cut matmuls into pieces with permutes between them",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule says of an exposed collective.
+    """The verdict of a rule on an exposed collective.
 
     Attributes:
-      cause: the rule's.
-      why: the evidence, as a sentence.
-      edit: what to change, where none of `edits` is faster.
-      edits: those that can be tried by themselves.
-      is_sure: whether it holds without a trial; else one of them must make the step faster.
+      why: the evidence.
+      edit: what to change, if none of `edits` makes the step faster.
+      edits: the edits that can be tried automatically.
+      is_sure: whether it holds without a trial. If not, one of `edits` must help.
     """
 
     cause: Cause

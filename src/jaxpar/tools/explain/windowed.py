@@ -1,8 +1,6 @@
 """Windowed einsums: matmuls that the partitioner has cut into pieces with permutes between them.
 
-In place of a gather in front of a matmul it sends blocks around a ring and multiplies each as it
-arrives; in place of a reduce-scatter behind one it sends partial sums around. The compiled program
-has a loop of its own for that, or, of few devices, more matmuls than the traced one.
+The compiled program has a loop for them; with few devices, it has more matmuls than the traced one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from jaxpar.tools.program.sources import Line, line_of, own_line, primitive_of
 
 _MATMULS = ("dot_general", "conv_general_dilated")
 _PIECES = ("dot", "convolution")
-_LOOP = "windowed_dot_general"  # what the partitioner calls the bodies of its loops
+_LOOP = "windowed_dot_general"  # part of the name of such a loop's body
 Origin = tuple[str, tuple[Line, ...]]  # an operation of the traced program, and its lines
 
 
@@ -27,8 +25,8 @@ class WindowedEinsums:
     """All windowed einsums of a program.
 
     Attributes:
-      origins: the matmuls of the traced program that were cut.
-      permutes: the instructions that send between the pieces.
+      origins: the cut matmuls.
+      permutes: the permutes between their pieces.
     """
 
     origins: frozenset[Origin]
@@ -36,10 +34,7 @@ class WindowedEinsums:
 
 
 def windowed_einsums(exposures: Exposures) -> WindowedEinsums:
-    """Finds the windowed einsums of a program.
-
-    A permute of the partitioner's at a matmul is not enough: it may lay an operand out anew.
-    """
+    """Finds windowed einsums; a permute alone may only reshard an operand."""
     found: dict[str, Origin] = {}
     for name in exposures.transfers:
         i = exposures.values.collective(name)
@@ -65,7 +60,6 @@ def _is_in_its_loop(exposures: Exposures, name: str) -> bool:
 
 
 def _lines_with_more_matmuls(exposures: Exposures) -> set[Line | None]:
-    """The lines that have more matmuls in the compiled program than in the traced one."""
     program = exposures.program
     if program.jaxpr is None:
         return set()
@@ -80,7 +74,7 @@ def _lines_with_more_matmuls(exposures: Exposures) -> set[Line | None]:
 
 
 def _count(jaxpr: core.Jaxpr, times: int, found: Counter[Line | None]) -> None:
-    """Adds the matmuls of a traced program by line; a loop unrolled by two has its own twice."""
+    """Counts a traced program's matmuls by line; those of unrolled loops repeatedly."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MATMULS:
             found[line_of(eqn)] += times
