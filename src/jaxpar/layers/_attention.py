@@ -81,13 +81,13 @@ class HeadLayout:
         return gcd(self.local_heads, self.heads // self.kv_heads)
 
     def query_heads_of(self, shard: Any) -> Array:
-        """Returns a shard's query heads, `int32[local_heads]`; padding from `heads` on."""
+        """Returns the query heads of a shard, `int32[local_heads]`, padding included."""
         return shard * self.local_heads + jnp.arange(self.local_heads, dtype="int32")
 
     def kv_heads_of(self, shard: Any) -> Array:
         """Returns the key and value heads that a shard uses, `int32[local_kv_heads]`.
 
-        A head repeats if blocks of query heads cut its group in unequal parts.
+        A head repeats if the shard's query heads cut its group in unequal parts.
         """
         heads = jnp.minimum(self.query_heads_of(shard)[:: self._run], self.heads - 1)
         return heads // (self.heads // self.kv_heads)
@@ -97,15 +97,15 @@ class HeadLayout:
         """Pads an unsharded query weight, or its bias, to `padded_heads`.
 
         Args:
-          w: `[..., heads * e]`, unsharded.
+          w: `[..., heads * e]`.
           dim: the dimension of heads.
 
         Returns:
-          `[..., padded_heads * e]`, zeros at the end.
+          `[..., padded_heads * e]`, with zeros at the end.
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `heads`.
+          ValueError: `dim` is out of range, or `heads` does not divide its size.
 
         Cost: a copy.
 
@@ -120,15 +120,15 @@ class HeadLayout:
         """Pads the rows of an unsharded output weight to `padded_heads`.
 
         Args:
-          w: `[heads * e, ...]`, unsharded.
+          w: `[heads * e, ...]`.
           dim: the dimension of heads.
 
         Returns:
-          `[padded_heads * e, ...]`, zeros at the end.
+          `[padded_heads * e, ...]`, with zeros at the end.
 
         Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `heads`.
+          TypeError: as `pad_query`.
+          ValueError: as `pad_query`.
 
         Cost: a copy.
 
@@ -151,7 +151,7 @@ class HeadLayout:
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
+          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
 
         Cost: a copy.
 
@@ -173,8 +173,8 @@ class HeadLayout:
           `[heads * e, ...]`.
 
         Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
+          TypeError: as `unpad_query`.
+          ValueError: as `unpad_query`.
 
         Cost: a copy.
 
@@ -215,20 +215,18 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
 
     Args:
       heads: the number of query heads.
-      kv_heads: the number of key and value heads, which divides `heads`. 1 is multi-query
-        attention.
+      kv_heads: the number of key and value heads, 1 for multi-query attention.
       shards: the size of the axis that shards heads.
 
     Returns:
-      The layout. Query heads are padded to a multiple of `shards`. Key and value heads are
-      replicated unless `shards` divides them.
+      The layout. Query heads are padded to a multiple of `shards`. Key and value heads are sharded
+      if `shards` divides them, and replicated otherwise.
 
     Raises:
       TypeError: a number is no integer.
       ValueError: `kv_heads` does not divide `heads`, or a number is not positive.
 
-    Cost: padding takes `padded_heads / heads` times the work. From replicated weights, a device
-    projects only for its own query heads.
+    Cost: padding multiplies the work of attention by `padded_heads / heads`.
 
     Example:
       >>> layout = head_layout(heads=5, kv_heads=5, shards=4)
@@ -276,36 +274,35 @@ def parallel_attention(
       w_q: local `[k, padded_heads * e / n]`, padded by `layout.pad_query`.
       w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else replicated
         `[k, kv_heads * e]`.
-      w_v: like w_k, possibly with another e.
+      w_v: like w_k. Its e may differ.
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions and
-        further axes of the sequence. Pad and shard its arrays by query head, such as sinks, like
-        w_q.
+        Query head `j` uses key and value head `j // (h // g)`. Its arrays with an entry for each
+        query head, such as sinks, must be padded and sharded like w_q.
       heads: the number of query heads, without padding.
       kv_heads: the number of key and value heads.
-      biases: arrays or None for q, k, v and o, sharded like the columns of the weights.
+      biases: an array or None for each of q, k, v and o, sharded like the columns of the weight.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for q, k, v and for o.
       fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
-        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)` and
-        `head_layout(heads, kv_heads, n * f)`.
+        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)`, and a layout for all n f devices,
+        with f the size of `fsdp_axis`.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads get zero
-      gradients.
+      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads are
+      masked, and their weights get zero gradients.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: heads, columns or the result of `attend` do not fit; as in
-        `column_parallel_linear`.
+      ValueError: heads or columns do not fit, `attend` returns another shape, or as in
+        `column_parallel_linear` and `row_parallel_linear`.
 
-    Cost: one gather of x and one reduce-scatter of the result. From replicated weights, a device
-    projects keys and values only for its own query heads, and gradients are summed over the axis.
+    Cost: one gather of x and one reduce-scatter of the result. A device computes only the keys and
+    values of its query heads.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)

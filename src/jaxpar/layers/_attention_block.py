@@ -27,6 +27,7 @@ class SoftmaxState(NamedTuple):
     # The mean of values. `attend` returns a sum instead, weighted by exp(score - top). A sum until
     # the end would take fewer operations, but made no training step shorter (v5p, v6e).
     out: Results
+    # Apart from `total`: their joint logarithm loses digits in float32 if scores are near -300.
     top: OfQueries  # the highest score; finite even before any
     total: OfQueries  # the sum of exp(score - top)
 
@@ -72,15 +73,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tile:
-    """A span of queries, the span of keys that they see, and the mask between them.
+    """A span of queries, the span of keys that they attend to, and the mask between them.
 
-    Only first positions and the mask's conditions may be traced.
+    A span is a first position and a length. First positions and the mask may be traced.
 
     Attributes:
-      queries: first position and length in the block of queries.
-      keys: first position and length in the block of keys.
-      least: the least number of a query minus that of a key it sees, or None.
-      most: the largest such difference, or None.
+      queries: the span of queries.
+      keys: the span of keys.
+      least: the least number of a query minus that of a key it sees. None: no bound.
+      most: the largest such difference. None: no bound.
       seen: whether any pair is seen.
     """
 
@@ -145,7 +146,7 @@ def attend(
     keys: Keys,
     segments: Segments | None = None,
 ) -> SoftmaxState:
-    """Returns a tile's softmax state, `out` a sum."""
+    """Returns the softmax state of a tile, with `out` a sum."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
     logits = tile.mask(scores(q, keys.k), segments, keys.segments)
@@ -163,7 +164,7 @@ def mean_of(sums: SoftmaxState) -> SoftmaxState:
 
 
 def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> SoftmaxState:
-    """Merges a part, of some queries and new keys, into the state of all queries."""
+    """Merges `part`, of some queries and new keys, into the state of all queries."""
     before = SoftmaxState(
         cut(state.out, queries),
         cut(state.top, queries, -1),
@@ -209,7 +210,7 @@ def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Su
     top, inverse = cut(at.top, queries, -1), cut(at.inverse, queries, -1)
     inner, segments = cut(at.inner, queries, -1), _cut_segments(at.segments, queries)
     logits = scores(q, k)
-    # Weights in the softmax over all keys, not only the tile's: so are `top` and `inverse`.
+    # The softmax is over all keys, not only the tile's, as `top` and `inverse` are.
     # Subtract first: the difference is exact where it matters.
     masked = tile.mask(logits, segments, of_keys)
     weights = jnp.exp(masked - _column(top)) * _column(inverse)

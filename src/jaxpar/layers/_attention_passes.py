@@ -1,6 +1,6 @@
 """The forward and backward pass of ring attention.
 
-A tile is a span of queries with a span of keys that they see.
+A tile is a span of queries and the span of keys that they attend to.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ KEPT = "attention"
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Results:
-    """Computes attention to the keys of all devices; operands vary over the same axes."""
+    """Computes attention to the keys of all devices. All operands vary over the same axes."""
     return _forward(method, q, keys, sinks).out
 
 

@@ -1,6 +1,6 @@
 """The tiles of queries and keys that a device computes.
 
-A tile is a span of queries with a span of keys that they see. A run is a span of adjacent
+A tile is a span of queries and the span of keys that they attend to. A run is a span of adjacent
 positions. A lane is a part of a block that travels by itself.
 """
 
@@ -17,8 +17,8 @@ from jaxtyping import Int, Shaped
 from jaxpar.layers._attention_block import Scores, Tile
 from jaxpar.ring.ways import Way
 
-# The most runs in a chunk of local positions. Runs allow to skip scores outside the window. More
-# runs take longer to trace, with two tiles each.
+# The most runs in a chunk of local positions, to skip scores outside the window. More runs would
+# take longer to trace, with two tiles each.
 RUNS = 8
 
 
@@ -28,8 +28,8 @@ class RingAttention:
 
     Attributes:
       way: the algorithm that moves keys and values.
-      window: how many positions a query sees before and after its own. None: all.
-      zigzag: whether a device holds an early and a late chunk, and their order matters.
+      window: how many positions a query sees before its own, and after it. None: all.
+      zigzag: whether a device holds an early and a late chunk. False if queries see all positions.
       scores: how scores are computed.
     """
 
@@ -48,7 +48,8 @@ class RingAttention:
         return 2 if self.zigzag else 1
 
     def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
-        """Returns tiles of the local block: within runs of queries, and between runs."""
+        """Returns the local block's tiles: those of each run, and those between runs."""
+        # If there are more than two runs, none is shorter than the window: it sees its neighbours.
         runs = self._runs(length)
         if self.window == (None, None):
             return [Tile(run, (0, length)) for run in runs], []
@@ -74,7 +75,7 @@ class RingAttention:
         early_keys, late_keys = (0, columns), (columns, columns)
 
         def after(chunks: Any) -> Any:
-            """Returns how far queries, `chunks` chunks later, are after the lane."""
+            """Returns how far queries come after a lane that is `chunks` chunks earlier."""
             return chunks * rows - lane * columns
 
         before = source < index
@@ -125,6 +126,8 @@ class RingAttention:
         past: Any = None,
     ) -> Tile:
         """Returns the tile of two runs of positions, cut to the window."""
+        # `after` is the first query's position minus the first key's. `past` is True if all keys
+        # are before all queries, False if after them, and None if positions are the same.
         left, right = self.window
         if past is not None:
             widest = left if past is True else right if past is False else _widest(left, right)
@@ -143,7 +146,8 @@ class RingAttention:
         return _bounded(Tile(queries, keys), least, most)
 
     def split(self, block: Any, parts: int) -> list[Any]:
-        """Splits the positions of keys into `parts` lanes, or one if they do not divide."""
+        """Splits keys into `parts` lanes, or into one if they do not divide."""
+        # A lane has a run of every chunk, so that half of each of its tiles is seen.
         chunks, length = self.chunks, block.k.shape[-2]
         run = length // (parts * chunks)
         if parts == 1 or run * parts * chunks != length:
@@ -174,6 +178,7 @@ class RingAttention:
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
         """Returns which lane of its block an arrival is."""
+        # Arrivals from several directions of one ring are the same lane of different blocks.
         return number * (length // keys) // count
 
 

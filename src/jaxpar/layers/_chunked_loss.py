@@ -77,7 +77,7 @@ class ChunkedLoss:
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
     ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"]]:
-        """Returns the rows, ignored ones as zeros, and their products with w."""
+        """Returns the rows, zeros if ignored, and their products with w."""
         # Ignored rows may hold NaN, and NaN times a zero gradient is NaN.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
         products = jnp.einsum(
@@ -94,7 +94,7 @@ class ChunkedLoss:
         products: Float[Array, "tokens columns"],
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "tokens columns"]:
-        """Returns logits with bias and cap, and -inf in padded columns."""
+        """Returns the logits: with bias, capped, and -inf in padded columns."""
         real = columns < self.vocabulary
         if bias is not None:
             products = products + bias[None].astype(products.dtype)
@@ -126,7 +126,9 @@ def chunked_losses(
     bias: Float[Array, " columns"] | None,
     labels: Int[Array, "*all"],
 ) -> Float[Array, "*tokens"]:
-    """Computes the loss of each token; `labels` are those of all devices."""
+    """Computes the loss of each token. `labels` are those of all devices."""
+    # Along the ring w and the bias vary, and x only if it is gathered along a `dim`. Over other
+    # axes all operands vary alike.
     return _fwd(loss, x, w, bias, labels)[0]
 
 
@@ -191,7 +193,7 @@ def _bwd(
         rows, products = loss.products(rows, w, labels)
         logits, pull = jax.vjp(partial(loss.logits, columns), products, bias)
         target = loss.target(columns, labels, logits.dtype)
-        # Subtract step by step. If logits are large, their sum loses digits in float32.
+        # Subtract step by step: `top + log_total` loses digits in float32 if logits are large.
         # The softmax would then not sum to 1, nor the gradient of the logits to 0.
         softmax = jnp.exp((logits - top[:, None]) - log_total[:, None])
         slope = softmax * (1 + 2 * loss.z_loss * (top + log_total))[:, None] - target

@@ -50,14 +50,14 @@ def gather_shards(shards: Shards, leaves: Leaves) -> Leaves:
 
 
 def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
-    """Returns shards of the full leaves' summed gradients; None has no gradient."""
+    """Returns shards of the summed gradients of full leaves. None stays None."""
     return scatter_sums(shards, None, gradients)
 
 
 def bind_shards(
     leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool] | None = None
 ) -> Shards:
-    """Checks how `leaves` are sharded; `scales` tells which are scales of quantized values."""
+    """Returns how `leaves` are sharded. `scales` marks scales of quantized values."""
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
@@ -109,19 +109,19 @@ def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
 
 @public
 def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
-    """Gathers sharded parameters; the derivative reduce-scatters their gradients.
+    """Gathers sharded parameters. The derivative reduce-scatters their gradients.
 
     Args:
       tree: pytree of local shards. Values of a `Quantized` travel as they are.
       axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`. `"auto"` is a ring of
-        few steps on a TPU without `jaxpar.compiler_options`, and naive otherwise. Its `wire_dtype`
-        is for sums of gradients. None: their own dtype. An 8-bit one instead rounds leaves of 256
-        KiB or more, with a scale a row. Gradients ignore this rounding. With
-        `gather_dtype="bfloat16"`, float32 leaves travel and arrive in bfloat16, and their gradients
-        are summed and returned in float32.
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"` or `"auto"`. `"auto"` is a ring on a
+        TPU without `jaxpar.compiler_options`, if it is short enough to unroll, and naive otherwise.
+        Its `wire_dtype` is the dtype of gradients on the wire. None: their own. With an 8-bit one,
+        leaves of 256 KiB or more travel with a scale a row, and gradients ignore this rounding.
+        With a `gather_dtype`, float leaves arrive in it, and their gradients are summed and
+        returned in the leaf's dtype.
       dim: the sharded dimension of a leaf, None for an unsharded one. One entry for all leaves, or
-        a pytree prefix of `tree`.
+        a pytree prefix.
 
     Returns:
       The full parameters, varying over `axis` where they were gathered. Autodiff saves them for the
@@ -130,10 +130,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     Raises:
       TypeError: an option has the wrong type.
       ValueError: a leaf to gather is typed as replicated over `axis`, `dim` is out of range or no
-        prefix, or the axis is unknown.
+        prefix, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of each full leaf, and as much of its gradient, in the wire's
-    dtype.
+    Cost: a device sends (n-1)/n of each full leaf forward, and of its gradient backward.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -196,15 +195,15 @@ def fsdp_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `x @ all_gather(w) + bias`, and multiplies blocks of w as they arrive.
+    """Computes `x @ all_gather(w) + bias`, block by block as blocks of w arrive.
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. It has the dtype of
-        x, after a cast to a `gather_dtype`.
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. After a cast to
+        `gather_dtype`, if any, it has the dtype of x.
       axis: mesh axes that shard w, or an `Axis` with a mode as in `all_gather_matmul`. Its
-        `wire_dtype` is for sums of w's gradient, or with 8 bits for w itself. None: their own
-        dtype. With a `gather_dtype`, the gradient is summed and returned in the dtype of w.
+        `wire_dtype` is the dtype of w's gradient on the wire. None: its own. An 8-bit one is for w
+        itself.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it.
       dim: the sharded dimension of w.
       preferred_element_type: as in `all_gather_matmul`.
@@ -215,12 +214,12 @@ def fsdp_linear(
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or the axis is
+      ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or an axis is
         unknown.
 
-    Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
-    `keep_gathered=True`. It reduce-scatters w's gradient, (n-1)/n in the wire's dtype. In the ring
-    modes all this overlaps with matmuls, and the full weight never exists.
+    Cost: a device sends (n-1)/n of the full w, and again in the backward pass unless `axis` has
+    `keep_gathered=True`. It reduce-scatters the gradient of w. In the ring modes all transfers
+    overlap with matmuls, and the full w never exists.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

@@ -70,7 +70,7 @@ class KeptResiduals:
     Attributes:
       arrays: these residuals.
       tree: the structure of the pullback.
-      places: for each of its leaves, its place among the inputs, or None if in `arrays`.
+      places: for each leaf of the pullback, its place among the inputs, or None if in `arrays`.
     """
 
     arrays: Arrays
@@ -97,9 +97,9 @@ class Layer:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
 
     def gather(self, stacked: Arrays, index: Any, after: Arrays) -> tuple[Arrays, Arrays]:
-        """Gathers a layer's weights, not before `after` is there, and returns both."""
+        """Gathers a layer's weights once `after` is computed, and returns both."""
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
-        # Otherwise a compiler could gather more of them at once than there is room for.
+        # Otherwise a compiler could gather more layers at once than memory holds.
         own, after = optimization_barrier((own, after))
         return gather_shards(self.shards, own), after
 
@@ -113,7 +113,7 @@ class Layer:
     def keep(
         self, consts: Arrays, weights: Arrays, state: Arrays
     ) -> tuple[Arrays, Arrays | KeptResiduals]:
-        """Returns the next state, and the residuals without inputs."""
+        """Returns the next state, and the residuals without the layer's inputs."""
         if self.policy is None:
             return self(consts, weights, state), []
         trees: list[Any] = []
@@ -172,33 +172,33 @@ def fsdp_scan(
     dim: TreeDim = 0,
     policy: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Applies layer after layer, and gathers each one's weights where they are used.
+    """Applies layer after layer, and gathers each layer's weights where they are used.
 
     Args:
-      layer_fn: `(params, x) -> x`, one layer with its full parameters. It may close over other
-        arrays, which get gradients too, and use collectives.
+      layer_fn: `(params, x) -> x`, one layer with its full parameters. Arrays that it closes over
+        get gradients too.
       stacked_params: pytree of local shards `[layers, ...]`.
-      x: pytree of local arrays. All layers keep its shapes and dtypes.
+      x: pytree of local arrays. Every layer keeps its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       dim: the sharded dimension of one layer's parameter, None for an unsharded one. One entry for
         all, or a pytree prefix.
-      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`. None: none.
+      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`. None: no
+        residuals.
 
     Returns:
-      What the last layer returns. It varies over all axes of `x` and of a layer's result.
+      The result of the last layer. It varies over all axes of `x` and of a layer's result.
 
     Raises:
-      TypeError: a layer returns other shapes, dtypes or another structure than its `x`, `policy` is
-        no function, or an option has the wrong type.
+      TypeError: a layer's result differs from its `x` in structure, shapes or dtypes, or an option
+        has the wrong type.
       ValueError: a leaf to gather is typed as replicated over `axis`, stacks are empty or of
-        different lengths, `dim` is out of range or no prefix, or the axis is unknown.
+        different lengths, `dim` is out of range or no prefix, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
-    their gradients in the wire's dtype. Residuals are the layers' inputs, the shards, and what
-    `policy` saves, but never gathered weights. Arrays that a layer computes from weights alone,
-    such as a cast, are saved if the policy says so. Everything else is computed again. One layer's
-    weights are gathered at a time. This overlaps with the layer's own work if collectives are
-    asynchronous (`jaxpar.compiler_options`).
+    Cost: a device sends (n-1)/n of each layer's weights forward, again backward, and of their
+    gradients. One layer's weights are gathered at a time. They overlap with the layer's own work if
+    collectives are asynchronous (`jaxpar.compiler_options`). Residuals are the shards, the layers'
+    inputs, and what `policy` saves: never gathered weights, but possibly casts of them. The
+    backward pass computes the rest again.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

@@ -31,11 +31,11 @@ SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that 
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """Computes the sum of all devices' losses divided by the sum of their weights.
 
-    This is right even if devices have different numbers of tokens. A mean of means would be wrong.
+    Devices may have different numbers of tokens.
 
     Args:
       loss_sum: local float scalar, the sum of this device's losses.
-      weight: local scalar, their number or total weight. It has no gradient.
+      weight: local scalar, their number or total weight, without gradient.
       axis: mesh axes that the losses are spread over. Sums are always `lax.psum`s.
 
     Returns:
@@ -43,8 +43,8 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
       of 0 it is 0 without gradients, or NaN if the loss is not finite.
 
     Raises:
-      TypeError: the loss is no float.
-      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or the axis
+      TypeError: the loss is no float, or the weight is complex.
+      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or an axis
         is unknown.
 
     Cost: two psums of scalars.
@@ -84,34 +84,35 @@ def mean_value_and_grad(
         device's losses, and their number or total weight, without gradient. Each device has its own
         share over `axis`. Both are replicated over all other axes.
       axis: all mesh axes that losses are spread over, such as those of the batch or the sequence.
-        Sums are always `lax.psum`s. `()`: every device has the full loss.
+        Sums are always `lax.psum`s, in the `wire_dtype` of an `Axis`. `()`: every device has the
+        full loss.
       specs: pytree prefix of `PartitionSpec`s for params, as in `in_specs`. Needed under
         `check_vma=False`, and only checked otherwise.
       groups: mesh axes between groups of devices with their own parameters and losses. Nothing is
         summed over them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
-      microbatches: the number of parts of dimension 0 of every batch leaf, for gradient
-        accumulation in float32 or wider.
+      microbatches: the number of parts into which dimension 0 of every batch leaf is cut. Their
+        gradients are accumulated in float32 or wider.
       bucket_bytes: as in `reduce_gradients`. None: one psum a leaf.
       has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, with aux a pytree of arrays.
 
     Returns:
       `fn(params, *batch) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `loss` is the
       total loss over the total weight, float32 or wider, replicated over `axis`. `grads` is its
-      gradient for the global parameters, with dtypes and sharding of params. For a total weight of
-      0 both are 0, or NaN if not finite. `aux` is this device's own, stacked over microbatches,
-      `[microbatches, ...]`.
+      gradient for the global parameters, in the dtypes and sharding of params. For a total weight
+      of 0 both are 0, or NaN if they are not finite. `aux` is this device's, stacked over
+      microbatches, `[microbatches, ...]`.
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` has the wrong type.
-      ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
-        or varies over an axis neither in `axis` nor in `groups`. The loss is replicated over
-        `axis`, or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A
-        function in `loss_fn` needs a replicated parameter sharded. An axis is unknown.
+      ValueError: `microbatches` does not divide a batch leaf, a result of `loss_fn` is no scalar,
+        or an axis is unknown. A result varies over an axis neither in `axis` nor in `groups`. The
+        loss is typed as replicated over `axis`, or parameters over `groups`. Specs are wrong, or
+        missing under `check_vma=False`. A replicated parameter is passed to a function of jaxpar
+        that needs it sharded.
 
-    Cost: gradients are summed where parameters are replicated, 2 (n-1)/n of their bytes: over
-    `axis` once. Over other axes JAX sums them in each microbatch under `check_vma=True`, and once
-    at the end otherwise. `loss_fn` may be traced twice. Several microbatches keep gradients of all
-    parameters in float32 or wider.
+    Cost: gradients of replicated parameters are summed, 2 (n-1)/n of their bytes. Over axes outside
+    `axis`, JAX sums them in each microbatch under `check_vma=True`, and once at the end otherwise.
+    `loss_fn` may be traced twice. Several microbatches hold all gradients in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
@@ -185,8 +186,8 @@ def _used(
     local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Returns the axes, except known ones, over which devices compute a loss together."""
-    # Devices do not compute together over an axis that the loss never names. Each has the full
-    # gradient there, whether all compute the same or each group has a model of its own.
+    # Devices do not compute together over an axis that the loss never names. Each device has the
+    # full gradient there.
     others = tuple(name for name in manual_axes() if name not in known)
     if prod(map(lax.axis_size, others)) == 1:
         return ()

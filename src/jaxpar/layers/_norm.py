@@ -31,18 +31,18 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
       x: local floats `[..., d]`. Other dimensions may be sharded in any way.
       scale: floats `[d]`, replicated over the axes that shard tokens.
       eps: added to the mean square.
-      axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`. Sums are always
-        `lax.psum`s. None: not sharded.
+      axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`, or None. Sums are
+        always `lax.psum`s.
 
     Returns:
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
 
     Raises:
-      TypeError: x or scale has no floats, or eps is no number known while tracing.
-      ValueError: scale has another size, eps is negative, or the axis is unknown.
+      TypeError: x or scale is not of floats, or eps is no number known while tracing.
+      ValueError: scale has another size, eps is negative, or an axis is unknown.
 
-    Cost: with `axis`, one float32 a token is summed, forward and backward. 16-bit floats are
-    computed in float32. Residuals are x in its own dtype and one float32 a token.
+    Cost: with `axis`, a psum of one float32 a token, forward and backward. Residuals are x in its
+    own dtype and one float32 a token. 16-bit floats are computed in float32.
 
     Example:
       >>> rms_norm(jnp.array([[2.0, 2.0, 4.0, 1.0]]), jnp.ones(4), eps=0.0)
@@ -78,10 +78,10 @@ def layer_norm(
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError: x, scale or bias has no floats, or eps is no number known while tracing.
-      ValueError: scale or bias has another size, eps is negative, or the axis is unknown.
+      TypeError: x, scale or bias is not of floats, or eps is no number known while tracing.
+      ValueError: scale or bias has another size, eps is negative, or an axis is unknown.
 
-    Cost: as `rms_norm`, with a second sum: the variance is computed around the mean, for accuracy.
+    Cost: as `rms_norm`, with two psums: the mean, then the variance around it.
 
     Example:
       >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.ones(2), eps=0.0)

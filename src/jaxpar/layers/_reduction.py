@@ -29,23 +29,23 @@ def reduce_gradients(
     Use it in your own training loop. `mean_value_and_grad` includes it.
 
     Args:
-      grads: pytree of this device's partial sums, the gradients of its share of the loss.
+      grads: pytree of this device's partial sums.
       axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
         always `lax.psum`s.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
         that shard it. None: leaves are summed over all of `axis`.
-      bucket_bytes: None for one psum a leaf. Otherwise leaves of one dtype and the same axes travel
-        concatenated, in buckets of at most this size. A larger leaf travels alone.
+      bucket_bytes: the most bytes in a bucket, which joins leaves of one dtype and the same axes. A
+        larger leaf travels alone. None: one psum a leaf.
 
     Returns:
-      A pytree like `grads`, summed. Over an axis over which a leaf is typed as replicated, JAX has
-      already summed it, and it stays as it is.
+      A pytree like `grads`, summed. If a leaf is typed as replicated over an axis, JAX has already
+      summed it there, and it stays as it is.
 
     Raises:
       TypeError: a leaf is boolean, or an option has the wrong type.
       ValueError: `bucket_bytes` is below 1, `specs` is no prefix of `grads`, or an axis is unknown.
 
-    Cost: psums of all leaves, 2 (n-1)/n of their bytes. Buckets copy them once on each side.
+    Cost: psums of all leaves, 2 (n-1)/n of their bytes. Buckets copy leaves twice.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -71,18 +71,17 @@ def reduce_gradients(
 
 @public
 def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array:
-    """Computes the Euclidean norm of a pytree of shards, as if unsharded.
+    """Computes the Euclidean norm of a pytree of shards, as if they were unsharded.
 
     Args:
-      tree: pytree of local arrays, such as the gradients of `mean_value_and_grad`. Each is
-        replicated over the axes that do not shard it.
+      tree: pytree of local arrays, such as gradients. Each is replicated over the axes that do not
+        shard it.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. Needed under `check_vma=False`,
         and only checked otherwise.
-      groups: mesh axes between groups of devices, as in `mean_value_and_grad`. Each group has its
-        own norm.
+      groups: mesh axes between groups of devices. Each group has its own norm.
 
     Returns:
-      A scalar, the same on every device (of a group): float32, or float64 if a leaf is. 0 for an
+      A scalar, the same on every device of a group: float32, or float64 if a leaf is. 0 for an
       empty pytree.
 
     Raises:

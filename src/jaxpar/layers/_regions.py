@@ -1,9 +1,8 @@
 """Entry and exit of a region of parallel work: four collectives with exact derivatives.
 
-A tensor-parallel block is a region. Derivatives are as documented under `check_vma=True`. Under
-`check_vma=False`, each device's copy of a replicated value has a gradient of its own. The
-documented derivative holds once these are summed: by the derivative of the psum that made the
-value, or at the boundary of `shard_map`.
+Derivatives are as documented under `check_vma=True`. Under `check_vma=False`, each device's copy of
+a replicated value has its own gradient. These gradients are summed later: by the derivative of the
+psum that made the value, or at the boundary of `shard_map`. Their sum is the documented derivative.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
         wider than a leaf.
 
     Returns:
-      `x`, typed as varying over `axis`. The derivative sums over the axes over which x did not vary
-      yet.
+      `x`, typed as varying over `axis`. The derivative sums over the axes over which x did not
+      vary.
 
     Raises:
       TypeError: axis names are no strings, or a wire dtype is of another kind than a leaf.
-      ValueError: the axis is unknown.
+      ValueError: an axis is unknown.
 
-    Cost: nothing forward, one psum a leaf backward. Under `check_vma=False`, the sum is where the
-    value came from.
+    Cost: one psum a leaf backward. Under `check_vma=False`, it takes place where the value came
+    from.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -68,20 +67,20 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
     """Sums the parts that the devices of an axis have computed.
 
     Args:
-      x: pytree of local arrays, this device's partial sums.
+      x: pytree of this device's partial sums.
       axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
         always `lax.psum`s.
 
     Returns:
-      The sum over `axis`, in the dtype of `x`, typed as replicated under `check_vma=True`. The
+      The sum over `axis`, in the dtype of x, typed as replicated under `check_vma=True`. The
       derivative passes the cotangent on unchanged.
 
     Raises:
       TypeError: a leaf is boolean, axis names are no strings, or a wire dtype is of another kind
         than a leaf.
-      ValueError: x is typed as replicated over `axis`, or the axis is unknown.
+      ValueError: x is typed as replicated over `axis`, or an axis is unknown.
 
-    Cost: one psum a leaf forward. Nothing backward, but a psum under `check_vma=False`.
+    Cost: one psum a leaf forward. Under `check_vma=False`, also one backward.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -110,7 +109,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """Gathers the blocks of all devices into the full array.
 
     Args:
-      x: pytree of local arrays, each device's block.
+      x: pytree of local blocks.
       axis: mesh axes. The gather is always a `lax.all_gather`.
       dim: the dimension along which blocks are joined, in logical order.
 
@@ -120,11 +119,11 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Raises:
       TypeError: `dim` is no integer.
-      ValueError: x is typed as replicated over `axis`, `dim` is out of range, or the axis is
+      ValueError: x is typed as replicated over `axis`, `dim` is out of range, or an axis is
         unknown.
 
-    Cost: one all-gather a leaf forward, (n-1)/n of the full array. Nothing backward, but a
-    reduce-scatter under `check_vma=False`.
+    Cost: one all-gather a leaf forward, (n-1)/n of the full array. Under `check_vma=False`, also a
+    reduce-scatter backward.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -153,16 +152,15 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Returns:
       This device's block, varying over `axis`. The derivative gathers the blocks of the cotangent.
-      Over an axis over which x varies already, it fills the rest with zeros.
+      Over an axis over which x varies already, it pads the block with zeros instead.
 
     Raises:
       TypeError: `dim` is no integer.
-      ValueError: the axis does not divide the dimension, `dim` is out of range, or the axis is
+      ValueError: the axis does not divide the dimension, `dim` is out of range, or an axis is
         unknown.
 
-    Cost: nothing forward, one all-gather a leaf backward, (n-1)/n of the full array. Under
-    `check_vma=False` nothing is sent here, and zero-filled blocks are summed where the value came
-    from.
+    Cost: one all-gather a leaf backward, (n-1)/n of the full array. Under `check_vma=False`, padded
+    blocks are summed where the value came from instead.
 
     Example:
       >>> mesh = make_mesh("tp=8")

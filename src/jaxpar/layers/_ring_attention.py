@@ -51,55 +51,50 @@ def ring_attention(
       q: local floats `[..., s/n, h, e]`.
       k: local `[..., s/n, g, e]` in the dtype of q. Query head `j` uses kv head `j // (h // g)`.
       v: local `[..., s/n, g, f]` in the dtype of q.
-      axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
-        first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
-        prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
-        v. None: their own dtype.
+      axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"`,
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"` or `"auto"`, as in
+        `all_gather_matmul`. Its `wire_dtype` is the dtype of gradients of k and v on the wire.
+        None: their own.
       segments: local integers `[..., s/n]`, the document of each position. A query sees only keys
-        of its own segment, and none that is negative.
-      lengths: integers `[...]`, replicated over `axis`, the number of positions that count in each
-        full sequence. Later keys are not seen, and later results are 0.
+        of its own segment, and no key of a negative one.
+      lengths: integers `[...]`, replicated over `axis`, how many positions of each full sequence
+        count. Later keys are not seen, and later results are 0.
       causal: whether a query sees no keys after its own position.
-      order: which positions device `i` holds, always ascending. It only matters with `causal`,
-        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`, so
-        that all devices have equal work. `"contiguous"`: block `i` of n. Then the last device has
-        the most causal work.
+      order: which positions device `i` holds. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from
+        `zigzag_order`, for equal causal work. `"contiguous"`: block `i` of n.
       window: `(left, right)`, or an integer for both. A query at position i sees only keys from i -
-        left to i + right. For "the last 4096 tokens", with its own, it is 4095. Positions count
-        from the start of the sequence, not of a document.
+        left to i + right. A window of 4096 tokens that includes the query's own has `left` 4095.
+        Positions count from the start of the sequence, not of a document.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
-      sinks: local floats `[h]`, one more score for each query head in the softmax's denominator. It
-        has no value, and is not scaled, capped or masked.
+      sinks: local floats `[h]`, one more score for each query head, only in the softmax's
+        denominator. It is not scaled, capped or masked.
       scale: a factor of scores. None: `1/sqrt(e)`.
       precision: as in `jax.lax.dot_general`.
 
-    If an operand is replicated over an axis along which another varies, its gradient is summed
-    there.
-
     Returns:
-      The local block of full attention, `[..., s/n, h, f]` in the dtype of q, varying over `axis`
-      and all axes of q, k, v and sinks. A query that sees nothing gets 0. Scores and sums are
-      float32 for 16-bit floats, and weights are rounded to the dtype of v.
+      Local `[..., s/n, h, f]` in the dtype of q, varying over `axis` and all axes of the operands.
+      A query that sees nothing gets 0. Scores and sums are in float32 or wider, and weights are
+      rounded to the dtype of v. If an operand is replicated over an axis along which another
+      varies, its gradient is summed there.
 
     Raises:
       TypeError: dtypes differ or are no floats, or an option has the wrong type.
-      ValueError: an operand is typed as replicated over `axis`, ranks or sizes do not fit, the
-        local length is odd in zigzag order, an option is out of range, or the axis is unknown.
+      ValueError: k or v is typed as replicated over `axis`, or q with `causal` or a window. Ranks
+        or sizes do not fit, the local length is odd in zigzag order, an option is out of range, or
+        an axis is unknown.
 
-    Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
-    step computes two matmuls of `(s/n)^2 h e` multiplications, or half of that if causal and
-    zigzag. The backward pass sends keys and values again, and their gradients in the wire's dtype.
-    Its steps compute five matmuls. Residuals are q, k, v, the result and two float32 a query and
-    head. At most `(s/n)^2 h` scores exist at a time. They are not saved, except for second
-    derivatives.
+    Cost: a device sends (n-1)/n of all keys and values, and computes with one block while the next
+    arrives. For a block, it computes two matmuls of `(s/n)^2 h e` multiplications, or half of that
+    if causal and zigzag. The backward pass sends keys, values and their gradients, and computes
+    five matmuls a block. Residuals are q, k, v, the result and two float32 a query and head. Scores
+    are saved only for second derivatives.
 
-    With a window, a block travels only r = `left / (s/n)` hops, rounded up, and computes only keys
-    within reach. In zigzag order, r is `left / (s/2n)` in both directions. This holds in the modes
-    `"unidirectional"`, `"bidirectional"` and `"auto"`, if it is fewer than n-1 blocks.
+    With a window, blocks travel only to the devices that it reaches, except in the modes `"naive"`
+    and `"multi-ring"`.
 
-    The result and the two numbers have the name "attention". With
-    `jax.checkpoint_policies.save_only_these_names("attention")`, `jax.checkpoint` does not repeat
-    the forward pass. Naming the returned array does not have this effect.
+    The result and the two float32 have the name "attention". A `jax.checkpoint` that saves it, by
+    `jax.checkpoint_policies.save_only_these_names("attention")`, does not repeat the forward pass.
+    A name for the returned array does not have this effect.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -174,8 +169,7 @@ def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]
 
     Raises:
       TypeError: an argument is no integer.
-      ValueError: `shards` is below 1, or `length` is negative or no multiple of 2n (any, on one
-        device).
+      ValueError: `shards` is below 1, or `length` is negative or no multiple of 2n, unless n is 1.
 
     Cost: none on devices.
 
@@ -225,7 +219,7 @@ def _way(
     seen: tuple[int | None, int | None],
     chunks: int,
 ) -> Way:
-    """Returns the algorithm that brings keys and values of all devices, or within the window."""
+    """Returns the algorithm that brings keys from all devices, or from those in the window."""
     (left, right), length = seen, q.shape[-3]
     causal, near = right == 0, None
     scores = length * ring.size * (0.5 if causal else 1.0)  # computed for a query

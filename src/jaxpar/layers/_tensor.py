@@ -1,7 +1,7 @@
 """Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and both in an MLP.
 
 The axis of the weights also shards activations along the sequence (sequence parallelism). With
-`sequence_dim=None` activations are replicated.
+`sequence_dim=None` they are replicated.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ def column_parallel_linear(
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights that share one gather. With
-        an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
-        sums of the backward reduce-scatter. None: the gradient's own dtype.
+      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights, which share one gather.
+        With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is the
+        dtype of the gradient of x on the wire. None: its own.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
       fsdp_axis: further mesh axes that shard weights, or an `Axis` as in `fsdp_gather`. Weights are
-        gathered before the product, and again in the backward pass. Its `gather_dtype` must be the
-        dtype of x.
+        gathered in both passes. A `gather_dtype` must be the dtype of x.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    Both axes may shard one dimension of `w`, in either order. After `P(None, ("fsdp", "tp"))`, a
-    device's columns are not adjacent. A bias, and the next `row_parallel_linear` by
-    `P(("fsdp", "tp"), None)`, must have the same order.
+    Both axes may shard one dimension of w. In the order `P(None, ("fsdp", "tp"))`, a device's
+    gathered columns are not adjacent. Then a bias, and the rows of the next `row_parallel_linear`,
+    need the same order, `P(("fsdp", "tp"))`.
 
     Returns:
       `[..., s, m/n]`, or a tuple of them, varying over `axis` and all axes of x and w.
@@ -68,8 +67,8 @@ def column_parallel_linear(
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped as in `all_gather_matmul`. With
     `sequence_dim=None` it sends nothing forward, and sums the gradient of x over the axis. With
-    `fsdp_axis` it sends (f-1)/f of the gathered weights, forward and backward, reduce-scatters
-    their gradient, and saves only the shards.
+    `fsdp_axis` it also sends (f-1)/f of the gathered weights in each pass, and of their gradient.
+    It saves only the shards.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -110,7 +109,7 @@ def row_parallel_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `x @ w` for a weight cut by rows, summed over the axis, plus a bias.
+    """Computes `reduce_scatter(x @ w) + bias` for a weight cut by rows.
 
     Args:
       x: local `[..., s, k/n]`, as from `column_parallel_linear`.
@@ -132,12 +131,12 @@ def row_parallel_linear(
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: w is typed as replicated over `axis`, the axis does not divide the sequence, ranks
-        or sizes do not fit, or an axis is unknown or in both `axis` and `fsdp_axis`.
+      ValueError: w is typed as replicated over `axis`, the axis does not divide the sequence, or as
+        in `column_parallel_linear`.
 
     Cost: a device sends (n-1)/n of the full result, overlapped as in `matmul_reduce_scatter`, or
-    twice that with `sequence_dim=None`. The derivative gathers the cotangent once, or sends
-    nothing. `fsdp_axis` costs as in `column_parallel_linear`.
+    twice that with `sequence_dim=None`. The derivative gathers the cotangent, or sends nothing.
+    `fsdp_axis` costs as in `column_parallel_linear`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -180,16 +179,15 @@ def gated_mlp(
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       activation: an elementwise function, or a `GatedActivation` in place of
         `activation(gate) * up`.
-      biases: arrays or None for gate, up and down, as in the linear layers.
+      biases: an array or None for each of gate, up and down, as in the linear layers.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up and for
-        down.
+      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up, and
+        for down.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard the hidden dimension, all weights and biases have the same order of axes,
-    such as `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
+    If both axes shard the hidden dimension, use one order for all weights and biases.
 
     Returns:
       `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`.
@@ -199,12 +197,11 @@ def gated_mlp(
       ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: three matmuls, one gather of x and one reduce-scatter of the result. With `mode="auto"`
-    and asynchronous collectives, rows may run in two or four chunks, so that a chunk's transfers
-    overlap with another's matmuls. Weights are then read once a chunk. The derivative computes six
-    matmuls, gathers x and the cotangent, and reduce-scatters the gradient of x. Residuals are x,
-    the two products and the hidden activations. Naive passes save the gathered x instead, and do
-    not gather it again. The two products have the name "gated_mlp" for policies of
-    `jax.checkpoint`.
+    and asynchronous collectives, rows may run in two or four chunks: one chunk's transfers overlap
+    with another's matmuls, but each chunk reads all weights. The derivative computes six matmuls,
+    gathers x and the cotangent, and reduce-scatters the gradient of x. Residuals are x, the two
+    products and the hidden activations. Naive passes save the gathered x, and do not gather it
+    again. The two products have the name "gated_mlp" for policies of `jax.checkpoint`.
 
     Example:
       >>> mesh = make_mesh("tp=8")

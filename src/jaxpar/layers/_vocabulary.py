@@ -41,7 +41,7 @@ def vocab_parallel_embedding(
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, this device's rows, in logical order. Padding rows at the end are
-        never read and have zero gradients.
+        never read.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
 
@@ -52,13 +52,13 @@ def vocab_parallel_embedding(
 
     Raises:
       TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
-      ValueError: the table has another rank or is typed as replicated over `axis`, tokens vary over
-        it, it does not divide the sequence or is unknown, or a layout pads between the rows, as
-        `Split` does.
+      ValueError: the table has another rank or is typed as replicated over `axis`. Tokens vary over
+        `axis`, or `axis` is unknown or does not divide the sequence. A layout pads between the
+        rows, as `Split` does.
 
-    Cost: a reduce-scatter of the result, or an all-reduce of twice the bytes, in the dtype of the
-    table. Sums are exact, as only one term is not zero. The derivative all-gathers a scattered
-    cotangent, and adds its rows in float32 or wider.
+    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much. It is exact
+    in any dtype, as only one term is not zero. The derivative all-gathers a scattered cotangent,
+    and adds in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -124,7 +124,7 @@ _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_one(names: tuple[str, ...], x: Num[Array, "*tokens d"]) -> Num[Array, "*tokens d"]:
-    """Sums over devices of which at most one has no zeros, exact in any dtype."""
+    """Sums over devices of which at most one is not zero: exact in any dtype."""
     return lax.psum(x, names)
 
 
@@ -161,7 +161,7 @@ def vocab_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes each token's cross-entropy of logits `x @ w + bias`, without the full logits.
+    """Computes each token's cross-entropy of logits `x @ w + bias`, in chunks of tokens.
 
     Args:
       x: local `[..., s/n, d]`, or replicated `[..., s, d]` with `sequence_dim=None`.
@@ -169,13 +169,12 @@ def vocab_parallel_cross_entropy(
         Under `check_vma=False` give `vocabulary` too. Otherwise a w that is replicated by mistake
         makes losses too large by log(n).
       labels: local integers of the shape of `x` without its last dimension, sharded like it.
-      axis: mesh axes, or an `Axis` with a mode as in `all_gather`, for x and its gradient. `"auto"`
-        is `"naive"`. Its `wire_dtype` is for partial sums of the gradient of x. None: the dtype of
-        x.
+      axis: mesh axes, or an `Axis` with a mode as in `all_gather`, where `"auto"` is `"naive"`. Its
+        `wire_dtype` is the dtype of the gradient of x on the wire. None: the dtype of x.
       bias: local floats `[v/n]`, or None.
       softcap: a bound c of logits, which become `c tanh((x @ w + bias) / c)`. None: no bound.
-      vocabulary: the number of tokens if `w` is padded, such as `layout["embedding"].shape[0]`.
-        Later columns may hold anything, and have zero gradients. None: all columns are tokens.
+      vocabulary: the number of tokens if w is padded, such as `layout["embedding"].shape[0]`. Later
+        columns may hold anything, and have zero gradients. None: all columns are tokens.
       sequence_dim: the sharded dimension of x, any but the last, or None.
       chunk: the most tokens whose logits exist at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
@@ -192,15 +191,14 @@ def vocab_parallel_cross_entropy(
     Raises:
       TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
         type.
-      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. An operand
-        is typed as replicated over `axis`, labels vary over it with `sequence_dim=None`, or w has
-        columns of the full `vocabulary`. A layout pads tables of this size and `vocabulary` is
-        missing, or pads between rows, as `Split` does.
+      ValueError: shapes do not fit, an option is out of range, or an axis is unknown. Operands are
+        sharded over `axis` where they must be replicated, or the reverse. `vocabulary` is missing
+        for a table that a layout pads, or the layout pads between rows, as `Split` does.
 
-    Cost: one matmul of all tokens with `w`, and three in the derivative. A device sends 2 (n-1)/n
-    of three float32 a token. It sends (n-1)/n of `x` forward, again backward, and of its gradient.
-    With `sequence_dim=None` it only sums the gradient. Residuals are the operands, all labels and
-    two numbers a token.
+    Cost: one matmul of all tokens with w, and three in the derivative. Devices all-reduce three
+    float32 a token. Each sends (n-1)/n of x forward, again backward, and of its gradient. With
+    `sequence_dim=None` they only all-reduce the gradient of x. Residuals are the operands, all
+    labels and two numbers a token.
 
     Example:
       >>> mesh = make_mesh("tp=8")
