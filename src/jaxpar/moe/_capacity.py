@@ -152,7 +152,6 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
     def fix_two_bits(
         step: Int32[Array, ""], found: UInt[Array, " experts"]
     ) -> UInt[Array, " experts"]:
-        """Returns the largest number that `most` keys reach, known to two more bits."""
         place = (bits - 2 - 2 * step).astype(keys.dtype)
         known = found
         for digits in (1, 2, 3):
@@ -194,8 +193,6 @@ def _triangle(size: int, diagonal: int) -> Float32[Array, "{size} {size}"]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Static sizes: devices, experts, and the limits of buffers."""
-
     devices: int  # over which experts are sharded
     experts: int  # real ones, without padding
     local: int  # experts of a device, padding included

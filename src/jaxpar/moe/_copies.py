@@ -1,7 +1,7 @@
-"""Copies of rows in another order, known from both sides.
+"""Copies of rows in another order: the row of each copy, and the places of each row's copies.
 
-So copying rows and summing copies are gathers, each the derivative of the other. Accelerators run
-scatter-adds one by one. An empty copy belongs to no row.
+So copying rows and summing copies are gathers, each the derivative of the other. Scatter-adds,
+which accelerators run one by one, are not needed. An empty copy belongs to no row.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,8 @@ def copies_by_key(
 ) -> tuple[Copies, Int32[Array, " {keys_count}"]]:
     """Makes one copy of a row for each of its keys, sorted by key, then by row.
 
-    Keys outside of 0 to `keys_count - 1` get no copy. The last copies beyond `capacity` are
-    dropped, and `spare` empty ones follow. Returns also each key's number of copies, dropped ones
-    included.
+    Keys outside of 0 to `keys_count - 1` get none. Copies beyond `capacity` are dropped, and
+    `spare` empty ones follow. Returns also each key's number of copies, dropped ones included.
     """
     rows, k = keys.shape
     count = rows * k
@@ -105,8 +104,6 @@ def take_rows(
 
 @dataclass(frozen=True)
 class EmptyRows:
-    """The treatment of empty copies."""
-
     fill: bool  # copying rows makes them 0
     blank: bool  # the last one is 0 when copies are summed
     derived_by_jax: ClassVar[bool] = False

@@ -35,11 +35,11 @@ class RaggedDispatcher:
     """A plan that dispatches rows to the devices that they name, and combines the results.
 
     `from_target_device_ids` makes it, inside `jax.shard_map`. A device receives at most `capacity`
-    rows, by sending device, in the order there. Rows that do not fit are not sent: the last rows of
-    the last devices.
+    rows, sorted by sending device. Rows of one device keep their order. Rows that do not fit are
+    not sent: the last rows of the last devices.
 
-    An all-gather tells all devices the sizes. After that only rows travel. A plan is a pytree, for
-    any number of dispatches and combines.
+    An all-gather tells all devices the sizes. After that only rows travel. A plan is a pytree. It
+    serves any number of dispatches and combines.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -75,9 +75,9 @@ class RaggedDispatcher:
         """Computes the plan for rows that name their devices.
 
         Args:
-          target_device_ids: integers, local `[t]` or `[t, k]`: each row's devices, as
-            `lax.axis_index(axis)` counts. An entry outside of 0 to n-1 sends nothing, and a
-            repeated one sends once.
+          target_device_ids: integers, local `[t]` or `[t, k]`: each row's target devices, as
+            `lax.axis_index(axis)` counts them. An entry outside of 0 to n-1 sends nothing. A device
+            that a row repeats gets it once.
           axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
           mask: bool, shaped like `target_device_ids`; False sends nothing.
 
@@ -194,7 +194,7 @@ class RaggedDispatcher:
 
         Cost: each row goes once to each of its devices, and in the derivative its cotangent
         returns. Arrays of at most 1/8 of the largest one's bytes join its exchange, or share
-        another if it has more than 8 MiB. Every other array has its own. Memory: at most
+        another if the largest has more than 8 MiB. Every other array has its own. Memory: at most
         `t min(k, n)` copies to send, and the receive buffer. A single device sends nothing.
 
         Example:
@@ -227,9 +227,9 @@ class RaggedDispatcher:
           capacity: the same as in `dispatch`.
 
         Returns:
-          `(combined, valid)`: each row's sum over its devices, `[t, ...]`, or 0 if it has none; and
-          bool like the plan's ids, True where a copy fitted. Narrow floats are summed in float32,
-          then cast back.
+          `(combined, valid)`: each row's sum over the devices that received it, `[t, ...]`, or 0 if
+          none did; and bool like the plan's ids, True where a copy fitted. Narrow floats are summed
+          in float32, then cast back.
 
         Raises:
           TypeError: a capacity that is no integer; an array of bools or keys, which have no sum.

@@ -77,7 +77,7 @@ def apply_experts(
 
     Raises:
       TypeError: operands of different dtypes, or bools; biases that `x` cannot hold; unknown keys;
-        an option of the wrong type.
+        a wrong type.
       ValueError: wrong shapes, a gate_bias without a gate, an unknown implementation.
 
     Cost: nothing is sent. 4 d f FLOPs for each row with an expert, or 6 d f with a gate, in the
@@ -152,7 +152,6 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
 
 
 def check_shapes(experts: Experts) -> None:
-    """Raises unless all experts have one shape."""
     if experts.up.ndim != 3:
         raise value_error(
             f"experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
@@ -269,7 +268,6 @@ def gradients_blocks(
 
 
 def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
-    """Returns the weights of one expert, without the first dimension."""
     own: Experts = jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts
     )

@@ -43,7 +43,6 @@ class Block:
     def place(
         self, whole: Num[Array, "rows d"], part: Num[Array, "length d"]
     ) -> Num[Array, "rows d"]:
-        """Replaces the block's `inside` rows."""
         new = jnp.where(self.inside, part.astype(whole.dtype), self.cut(whole))
         return lax.dynamic_update_slice_in_dim(whole, new, self.at, 0)
 
@@ -117,7 +116,6 @@ def block_dot(
     preferred: Any,
     precision: Any,
 ) -> Num[Array, "_ _"]:
-    """Multiplies two matrices in the dtype of partial sums."""
     dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be the wider one
     sums = sum_dtype(dtype) if preferred is None else preferred
     if left.shape[dims[0]] < 32:
@@ -160,7 +158,6 @@ def blocks_group_products(
     group_sizes: Int32[Array, " groups"],
     dtype: Any,
 ) -> Num[Array, "groups into out"]:
-    """Sums the outer products of each group's rows."""
     like = lhs, rhs, group_sizes
     out = zeros_alike((len(group_sizes), lhs.shape[1], rhs.shape[1]), dtype, *like)
 

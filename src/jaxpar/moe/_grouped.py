@@ -52,14 +52,14 @@ def grouped_matmul(
       lhs: `[m, k]`: the rows of group 0, then of group 1, and so on. Rows past the sum of
         `group_sizes` have no group and may hold anything, NaN included.
       rhs: `[g, k, n]`, a weight for each group, in the dtype of `lhs`.
-      group_sizes: integers `[g]`, not negative: the rows of each group. A sum above `m` is cut from
-        its end.
-      preferred_element_type: the dtype of partial sums and of the result. None: the dtype of
-        operands, with partial sums of narrow ones in float32 (int32).
+      group_sizes: integers `[g]`, not negative: the rows of each group. If they sum to more than
+        `m`, the last groups are cut.
+      preferred_element_type: the dtype of partial sums and of the result. None: the operands'
+        dtype, with partial sums of 16-bit or narrower operands in float32 (int32).
       precision: as in `jax.lax.dot_general`, one value for both operands.
-      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`. Without a TPU's kernel it
-        multiplies every weight by all rows. "blocks" loops over blocks of rows. "auto" takes a
-        ragged dot on TPUs, and blocks elsewhere.
+      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`. TPUs have a kernel for it; other
+        platforms multiply every weight by all rows. "blocks" loops over blocks of rows. "auto"
+        takes a ragged dot on TPUs, and blocks elsewhere.
 
     Returns:
       `[m, n]`, varying over all mesh axes of the operands. Rows without a group are zero. Their
@@ -67,7 +67,7 @@ def grouped_matmul(
 
     Raises:
       TypeError: operands of different dtypes, or bools; sizes that are no integers; a preferred
-        dtype that cannot hold the products; an option of the wrong type.
+        dtype that cannot hold the products; a wrong type.
       ValueError: wrong shapes, an unknown implementation.
 
     Cost: nothing is sent. 2 k n FLOPs for each row with a group, and as many for each operand's
@@ -94,8 +94,6 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class Kernels:
-    """Options of a grouped product and all its derivatives."""
-
     implementation: str
     precision: Any
 
@@ -123,12 +121,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """A grouped product without its operands."""
-
     kernels: Kernels
     contracted: int  # the dimension of weights that is summed over: 1 or 2
     preferred: Any  # the dtype of partial sums; None: the package's rule
-    dtype: Any  # the result's
+    dtype: Any  # of the result
     cleared: bool = True  # whether rows past the last group are 0; otherwise they hold anything
 
     def sums(self, operands: Any) -> Any:

@@ -85,8 +85,8 @@ def moe_layer(
       experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`: `up` and
         `gate` `[e, d, f]`, `down` `[e, f, d]`; gate and biases are optional. Device 0 has the first
         e = ceil(E / n) experts, and so on. `pad_experts` fills up the last ones.
-      axis: the mesh axis, or a tuple of them in any order, that shards experts; or an `Axis`, whose
-        mode and `wire_dtype` `"all_gather"` uses. `"ragged"` uses a `wire_dtype` of 8 bits only,
+      axis: the mesh axis, or a tuple of them in any order, that shards experts; or an `Axis`.
+        `"all_gather"` uses its mode and `wire_dtype`, and `"ragged"` only a `wire_dtype` of 8 bits,
         for dispatched rows.
       dispatch: `"ragged"` sends each token once to each device that it needs, by a ragged
         all-to-all. `"all_gather"` sends all tokens to all devices, and sums results by a
@@ -103,12 +103,12 @@ def moe_layer(
       activation: an elementwise function, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
-      sequence_dim: with `tp_axis`, any integer if it shards tokens too, or None if they are
+      sequence_dim: with `tp_axis`, any integer if tokens are sharded over it, or None if they are
         replicated.
       fsdp_axis: axes that shard weights further. They are gathered here, and again for the backward
-        pass. A `gather_dtype` must be the dtype of `tokens`.
-      fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; for shared experts one
-        less. Biases are sharded along their last.
+        pass. The `gather_dtype` of an `Axis` must be the dtype of `tokens`.
+      fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2. Shared experts have no
+        first dimension: theirs is one less. Biases are sharded along their last dimension.
       precision: as in `jax.lax.dot_general`.
       implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There each
         expert has slots, which hold a row each: its average load and three standard deviations
@@ -120,16 +120,16 @@ def moe_layer(
       no expert, not even shared ones, and their results are 0.
 
     Raises:
-      TypeError: experts of another dtype, no `Routing`, an option of the wrong type.
-      ValueError: wrong shapes, a number of experts other than ceil(E / n), tokens or experts typed
-        as replicated over `axis`, an unknown option or axis, a call outside shard_map.
+      TypeError: experts of another dtype, no `Routing`, a wrong type.
+      ValueError: wrong shapes or numbers of experts, arguments typed as replicated over `axis`, an
+        unknown option or axis, an option out of range, a call outside shard_map.
 
     Cost: `"ragged"` sends a token's row, k integers and k weights to each of its devices, and a row
     returns. `"all_gather"` sends (n-1) t rows in each direction. Each pair of a token and an expert
-    takes matmuls of 2 d f FLOPs each. With m rows on average, an expert has `m + 3 sqrt(m)` slots,
-    rounded up to a multiple of 32 (on CPUs 16). The derivative sends as much again, and computes
-    twice as much. Rows beyond slots are projected again. Each chunk adds its own gradients of
-    weights.
+    takes matmuls of 2 d f FLOPs each. Empty slots cost as much: an expert with m rows on average
+    has `m + 3 sqrt(m)` slots, rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
+    much again, and computes twice as much. Rows beyond slots are projected again. Each chunk adds
+    its own gradients of weights.
 
     Example:
       >>> mesh = make_mesh("ep=8")

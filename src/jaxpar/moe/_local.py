@@ -57,8 +57,6 @@ _BLANK = 16  # rows behind the pairs, one TPU tile, whose results are 0
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """The experts of a device, applied at once or in two stages."""
-
     activation: Activation
     precision: Any
     implementation: Any

@@ -116,8 +116,6 @@ Projected = tuple[Num[Array, "rows f"] | None, Num[Array, "rows f"] | None]
 
 @runtime_checkable
 class Products(Protocol):
-    """The products of the MLP, over some rows."""
-
     def rows(
         self, x: Num[Array, "rows into"], w: Num[Array, "*groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
@@ -130,9 +128,7 @@ class Products(Protocol):
         """Sums the outer products of rows: a weight's gradient."""
         ...
 
-    def spread(self, bias: Num[Array, "*groups out"], dtype: Any) -> Num[Array, "#rows out"]:
-        """Returns a bias for each row."""
-        ...
+    def spread(self, bias: Num[Array, "*groups out"], dtype: Any) -> Num[Array, "#rows out"]: ...
 
     def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "*groups out"]:
         """Sums rows: a bias's gradient."""
@@ -154,7 +150,7 @@ class Mlp:
     kernels: Kernels
     activation: Activation
     preferred: Any  # the dtype of partial sums; None: the package's rule
-    dtype: Any  # the result's
+    dtype: Any  # of the result
 
     def activate(
         self, up: Num[Array, "rows f"], gate: Num[Array, "rows f"] | None
@@ -206,7 +202,6 @@ class Mlp:
         experts: Experts,
         weights: Num[Array, " rows"] | None,
     ) -> Num[Array, "rows d"]:
-        """Returns the result of weighted hidden rows."""
         if experts.down_bias is None:
             return on.clear(on.rows(hidden, experts.down, 1, self.dtype))
         wide = sum_dtype(self.dtype)
@@ -273,8 +268,6 @@ def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Num[Array, "rows d"]:
 
 @dataclass(frozen=True)
 class WholeProducts:
-    """Products of full buffers."""
-
     mlp: Mlp
     group_sizes: Int32[Array, " groups"]
     length: int
@@ -308,8 +301,6 @@ class WholeProducts:
 
 @dataclass(frozen=True)
 class BlockProducts:
-    """Products of one block, with its group's weights."""
-
     mlp: Mlp
     block: Block
 

@@ -59,7 +59,6 @@ else:
 
 
 def as_routing(given: Any) -> Routing:
-    """Returns a `Routing` of arrays, or raises for anything else."""
     if not isinstance(given, Routing):
         raise type_error(
             f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
@@ -88,9 +87,9 @@ def route(
     Args:
       logits: local floats `[t, E]`, for all experts.
       top_k: experts per token.
-      scoring: weights are the scores of the chosen experts. `"softmax"`: over all experts.
-        `"selected_softmax"`: the same, but weights are the softmax over the chosen experts' logits.
-        `"sigmoid"`: of each logit.
+      scoring: the scores of experts. Weights are the scores of the chosen ones. `"softmax"`: over
+        all experts. `"selected_softmax"`: the same, but weights are the softmax over the chosen
+        experts' logits. `"sigmoid"`: of each logit.
       bias: `[E]`, added to scores (for `"selected_softmax"` to logits) when experts are chosen, not
         to weights; see `update_router_bias`. Not differentiated.
       groups: the number of groups of neighbouring experts.
@@ -108,8 +107,7 @@ def route(
       weights 0.
 
     Raises:
-      TypeError: logits or a bias that are no floats, a mask that is no bool, an option of the wrong
-        type.
+      TypeError: logits or a bias that are no floats, a mask that is no bool, a wrong type.
       ValueError: wrong shapes, too many experts to choose, groups that do not divide them, an
         unknown scoring.
 
@@ -236,7 +234,6 @@ def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Arr
 
 
 def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
-    """Returns the mask, or raises unless it has a bool for each token."""
     mask = as_array("mask", given)
     if mask.dtype != bool:
         raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")

@@ -27,7 +27,7 @@ from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays
 from jaxpar.moe._routing import Routing
 
-GATHERED = "gathered experts"  # not saved for the backward pass
+GATHERED = "gathered experts"  # names arrays that are not saved for the backward pass
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ def bind_axes(
 
 
 def check_own_rows(tokens: Array, axes: Axes) -> None:
-    """Raises unless each device has its own rows."""
     check_rows(tokens)
     check_own("tokens", tokens, axes.expert, "rows")
     if axes.data:
@@ -128,7 +127,6 @@ def check_router(tokens: Array, router: Array) -> None:
 
 
 def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
-    """Returns the flat mask, or raises unless it has a bool for each token."""
     mask = as_array("mask", given)
     if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
         raise value_error(
@@ -164,7 +162,6 @@ def check_experts(
     shared: Experts | None,
     axes: Axes,
 ) -> None:
-    """Raises unless the device has its share of experts, in the tokens' dtype."""
     count, ring = known, axes.expert
     share = -(-count // ring.size)
     for name, w in experts._asdict().items():
@@ -262,8 +259,8 @@ def gather_whole(
         dims = fsdp_dims(experts, dim)
         check_own_leaves(kind, experts, axes.fsdp, "a shard")
         experts = fsdp_gather(experts, axes.fsdp, dim=dims)
-        # Named last, after the cast that its uses need. A result computed after the name would be
-        # saved.
+        # Weights are named last, after the cast that their uses need. A result after the name would
+        # be saved.
         experts = vary_over(varying_axes(rows, experts), experts)
         experts = jax.tree.map(lambda w: checkpoint_name(w, GATHERED), experts)
     check_widths(rows.shape[1], experts, kind)

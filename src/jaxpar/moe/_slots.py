@@ -37,8 +37,6 @@ def slots_for(average: float, tile: int, most: int) -> int:
 
 
 class Inputs(NamedTuple):
-    """The layer's differentiable inputs."""
-
     x: Float[Array, "tokens d"]
     experts: Experts
     weights: Float[Array, "tokens k"]
@@ -56,8 +54,6 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotMlp:
-    """The MLP, the slots of each expert, and the lengths of blocks for the rest."""
-
     mlp: Mlp
     slots: int
     lengths: tuple[int, ...]
@@ -87,8 +83,6 @@ def plan_slots(keys: Int[Array, "tokens k"], groups: int, slots: int, pairs: int
 
 @dataclass(frozen=True)
 class SlotProducts:
-    """Products of all slots, equally many for each group."""
-
     mlp: Mlp
     inside: Bool[Array, "rows 1"]  # slots that hold a row
     groups: int
@@ -215,7 +209,6 @@ class _Rest:
 def _forward_rest(
     how: SlotMlp, inputs: Inputs, plan: Plan, out: Float[Array, "tokens d"]
 ) -> Float[Array, "tokens d"]:
-    """Adds the results of rows without a slot."""
     rest = _Rest(plan, how.slots)
 
     def one_group(

@@ -26,7 +26,8 @@ class Statistics(NamedTuple):
       tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
       dropped: int32, the choices of these that `limit_capacity` dropped.
       overflow: int32, rows or choices that did not fit into receive buffers.
-      entropy: mean entropy of the tokens' normalized scores, from 0 to log(E).
+      entropy: mean over tokens of the entropy of scores that are divided by their sum; from 0 to
+        log(E).
       largest_load: tokens of the busiest expert over the mean; 1 at balance.
       load_balance_loss: see the function of that name.
       router_z_loss: see the function of that name.
@@ -133,8 +134,8 @@ def load_balance_loss(
     """Computes a loss that is smallest if all experts get equally many tokens.
 
     It is `E * sum_e share_e * score_e`, over all devices. `share_e` is expert e's share of all
-    choices, before any is dropped. `score_e` is the mean of its normalized scores. The mean of the
-    devices' own losses would differ.
+    choices, before any is dropped. `score_e` is the mean over tokens of its score, divided by the
+    sum of the token's scores. The mean of the devices' own losses would differ.
 
     Args:
       routing: the `Routing` of this device's tokens.
@@ -227,7 +228,6 @@ def _count(counted: Bool[Array, " tokens"]) -> Int32[Array, ""]:
 
 
 def _routed(routing: Routing, counted: Bool[Array, " tokens"]) -> Bool[Array, "tokens k"]:
-    """Returns which choices count."""
     return counted[:, None] & (routing.experts >= 0)
 
 

@@ -36,8 +36,6 @@ _SMALL = 8  # an array of at most 1/8 of the largest one's bytes joins its carri
 
 @dataclass(frozen=True)
 class Packing:
-    """The leaves of each carrier, by number, and their row shapes and dtypes."""
-
     carriers: tuple[tuple[int, ...], ...]
     row_shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
@@ -195,8 +193,6 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True)
 class Receivers:
-    """The devices that receive, and the rows of their buffers."""
-
     ring: Ring
     capacity: int
     clean: bool  # rows where nothing arrives are 0; otherwise they hold anything
@@ -220,7 +216,7 @@ def bring_back(
     """Returns, for each leaf and token, the sum of the results that come back."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
-    # Rows that are not sent back have the gradient 0, which must be written.
+    # Rows that send nothing back have the gradient 0, which must be written.
     low_bit = ring.low_bit_cotangents("float32")
     receivers = Receivers(ring, capacity, clean=True, low_bit=low_bit)
     sums: list[Array] = _bring_back(receivers, trip, leaves)

@@ -24,7 +24,6 @@ Weigh: TypeAlias = Callable[[str, Any, Sizes], float]
 
 
 def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
-    """Counts the collectives that one device runs in `jaxpr`, by `jax.lax` name."""
     counts = _tally(jaxpr, platform, lambda name, eqn, sizes: 1.0, {})
     return Counter({name: int(number) for name, number in counts.items()})
 
@@ -94,7 +93,6 @@ def _branches(
 
 
 def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
-    """Returns the bytes of distinct `variables` on one device."""
     blocks = _blocks(jaxpr)
     distinct = {var: None for var in variables if not isinstance(var, core.Literal)}
     return round(sum(blocks.get(var, 1.0) * _bytes(var.aval) for var in distinct))

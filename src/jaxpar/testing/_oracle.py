@@ -1,9 +1,9 @@
 """The NumPy reference's values and derivatives, and the size of their terms.
 
-The size of an entry's terms is measured: the entry's root mean square move when every argument
-entry moves by a random relative unit. For a sum of products it is the root sum of squares, with
-which rounding errors scale. It stays large where the sum cancels, and needs no dimensions of the
-reference.
+The size of an entry's terms is measured. It is the root mean square of the entry's moves, if every
+argument entry moves by a random relative unit. For a sum of products it is the root sum of squares,
+with which rounding errors scale. It stays large where the sum cancels, and needs no dimensions of
+the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +86,6 @@ class _CentralPullback:
     at: int
 
     def products(self, leaves: Leaves, v: Leaf, step: float) -> Leaves:
-        """Returns the products that sum to the pullback."""
         before, after = (
             self.reference([*leaves[: self.at], moved, *leaves[self.at + 1 :]])
             for moved in (leaves[self.at] - step * v, leaves[self.at] + step * v)

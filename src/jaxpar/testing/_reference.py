@@ -49,7 +49,6 @@ class ExpectedGradient:
         return f"direction {index[0]}, over {len(entries)} random entries such as {some}"
 
     def project(self, gradient: Leaf) -> Leaf:
-        """Returns the part of `gradient` that is compared."""
         if self.along is None:
             return gradient
         wide = np.asarray(gradient, np.float64)
@@ -104,7 +103,6 @@ def gradients_of(
     cotangents: Leaves,
     rng: np.random.Generator,
 ) -> list[ExpectedGradient]:
-    """Returns every float leaf's gradient by a given `(leaves, cotangents) -> gradients`."""
     count = len(leaves)
     wanted = expected_values(
         lambda both: vjp(both[:count], both[count:]), [*leaves, *cotangents], rng
@@ -171,7 +169,7 @@ def assert_matches_reference(
             gradients of integers are ignored.
         max_directions: the most directions per argument. Each costs twenty evaluations of
             `reference`.
-        seed: of the random cotangents, directions and draws.
+        seed: the seed of random cotangents, directions and draws.
 
     Raises:
         AssertionError: arrays differ, each listed with its worst entry, or structures differ.

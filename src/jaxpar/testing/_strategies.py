@@ -32,7 +32,6 @@ else:  # run-time type checkers must not need Hypothesis, nor check random tuple
 
 
 def strategies(name: str) -> ModuleType:
-    """Returns `hypothesis.strategies`, or raises an ImportError for `name`."""
     return require("hypothesis.strategies", "testing", name)
 
 
@@ -283,8 +282,8 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
     """Returns a strategy for the dtypes that arrays can have in this process.
 
     Args:
-        kinds: of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits) and
-            "bool". 64 bits need `jax_enable_x64`.
+        kinds: some of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits)
+            and "bool". 64 bits need `jax_enable_x64`.
 
     Returns:
         A strategy for NumPy dtypes. Shrinks towards 32 bits.
