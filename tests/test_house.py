@@ -292,8 +292,8 @@ def test_tracing_a_ring():
         return equations(jax.make_jaxpr(function)(jnp.ones((128, 16)), jnp.ones((16, 64))).jaxpr)
 
     found = traced("bidirectional") / traced("naive")
-    # Of one naive matmul there are 10, of the ring 465; with jax 0.12 as many. The same ring written
-    # by hand with jax.numpy has 876. Its matmuls, transfers and slices alone are 78.
+    # A naive matmul has 10 equations, the ring 465; with jax 0.12 as many. The same ring by hand,
+    # in jax.numpy, has 876. Its matmuls, transfers and slices alone are 78.
     check_ceiling("equations of a ring for one of naive", found, RING, 0.98)
 
 
