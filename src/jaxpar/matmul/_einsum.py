@@ -131,11 +131,9 @@ def gather(
     swapped = operand == "rhs"
     left, partners = (rhs[0], (lhs,)) if swapped else (lhs, rhs)
     rights = tuple(as_array("lhs" if swapped else "rhs", x) for x in partners)
+    seen: Any = jax.ShapeDtypeStruct(left.shape, ring.gathered_as(left.dtype))
     if isinstance(left, Quantized):  # read as its partner, in whose dtype it is multiplied
-        seen: Any = replace(left, dtype=rights[0].dtype)
-        left = seen
-    else:
-        seen = jax.ShapeDtypeStruct(left.shape, ring.gathered_as(left.dtype))
+        seen = left = replace(left, dtype=rights[0].dtype)
     operands = [(right, seen) if swapped else (seen, right) for right in rights]
     sizes = [local_sizes(labels, *pair, ring, gathered=(operand, label)) for pair in operands]
     dtype, _ = dtypes_of_sums(seen.dtype, call.arithmetic.preferred_element_type, ring.wire_dtype)
