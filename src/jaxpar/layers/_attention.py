@@ -71,7 +71,7 @@ class HeadLayout:
 
     @property
     def local_kv_heads(self) -> int:
-        """Returns how many key and value heads a shard uses."""
+        """Returns how many key and value heads a shard uses; they divide `local_heads`."""
         return self.local_heads // self._run
 
     @property
@@ -105,7 +105,7 @@ class HeadLayout:
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `heads`.
+          ValueError: `dim` is out of range, or `heads` does not divide its size.
 
         Cost: a copy.
 
@@ -128,7 +128,7 @@ class HeadLayout:
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `heads`.
+          ValueError: `dim` is out of range, or `heads` does not divide its size.
 
         Cost: a copy.
 
@@ -151,7 +151,7 @@ class HeadLayout:
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
+          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
 
         Cost: a copy.
 
@@ -174,7 +174,7 @@ class HeadLayout:
 
         Raises:
           TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or no multiple of `padded_heads`.
+          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
 
         Cost: a copy.
 
@@ -280,32 +280,32 @@ def parallel_attention(
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions and
-        further axes of the sequence. Pad and shard its arrays by query head, such as sinks, like
-        w_q.
+        Query head `j` uses key and value head `j // (h // g)`. `attend` handles masks, positions,
+        and further axes that shard the sequence. Its arrays with an entry for each query head, such
+        as sinks, must be padded and sharded like w_q.
       heads: the number of query heads, without padding.
       kv_heads: the number of key and value heads.
-      biases: arrays or None for q, k, v and o, sharded like the columns of the weights.
+      biases: an array or None for each of q, k, v and o, sharded like the columns of the weight.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for q, k, v and for o.
       fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
         `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)` and
-        `head_layout(heads, kv_heads, n * f)`.
-      preferred_element_type: as in `all_gather_matmul`.
+        `layout = head_layout(heads, kv_heads, n * f)`, with f the size of `fsdp_axis`.
+      preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads get zero
-      gradients.
+      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads are
+      masked before and after `attend`, and their weights get zero gradients.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: heads, columns or the result of `attend` do not fit; as in
-        `column_parallel_linear`.
+      ValueError: heads or columns do not fit, `attend` returns another shape, or as in
+        `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: one gather of x and one reduce-scatter of the result. From replicated weights, a device
-    projects keys and values only for its own query heads, and gradients are summed over the axis.
+    projects keys and values only for its query heads, and sums the weights' gradients over `axis`.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)

@@ -41,34 +41,33 @@ def reduce_compressed_gradients(
 
     Args:
       grads: pytree of this device's partial sums.
-      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"` with 256 numbers a
-        scale.
-      error: this device's error from the step before. None: the first step.
+      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"`, 256 numbers a scale.
+      error: the error of this device from the step before, which is added to the gradients. None:
+        the first step.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
-        that shard it. None: nothing is sharded.
-      key: a new key of `jax.random` in each step, for stochastic rounding of int8.
+        that shard it. None: leaves are summed over all of `axis`.
+      key: a new key of `jax.random` in each step, for stochastic rounding. Only for int8.
 
     Returns:
       `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`. A
-      leaf that is typed so already stays as it is. The error, in float32 or wider, varies over
-      `axis`: keep it sharded over the devices. All sums so far plus the errors of all devices are
-      the exact sums.
+      leaf that is typed so already stays as it is. The error has the shape of its leaf, in float32
+      or wider, and varies over `axis`: keep it sharded over the devices. All sums so far plus the
+      errors of all devices are the exact sums.
 
       Integers, and leaves of fewer than 2^14 numbers, are summed by a psum. Their error has shape
-      [0], or the rounding of a 16-bit leaf.
+      [0], except for floats of fewer than 32 bits.
 
-      If a gradient is not finite, all sums that share its scale are NaN, and all errors keep their
-      values. Skip this step, and the next one is right.
+      If a gradient is not finite, all sums that share its scale are NaN, and all devices keep their
+      previous errors. Skip this step, and the next one is right.
 
     Raises:
       TypeError: a leaf is boolean, the wire has more than 8 bits, or an option has the wrong type.
-      ValueError: `specs` is no prefix of `grads`, the error has other leaves, or the axis is
-        unknown.
+      ValueError: `specs` is no prefix of `grads`, the error does not fit, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of the leaves in 8 bits all to all, and as much to gather the sums.
-    This is half of a bfloat16 psum behind a switch. On a ring of links with n of 8 or more, the
-    all-to-all is more traffic than half a psum. Memory: 4 bytes a parameter, twice that until all
-    sums are there.
+    Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather the
+    sums. Behind a switch this is half of a bfloat16 psum. On a ring of 8 or more devices, the
+    all-to-all alone loads links more than a bfloat16 reduce-scatter. The error takes 4 bytes a
+    parameter, and twice that until all sums are there.
 
     Example:
       >>> mesh = make_mesh("dp=8")

@@ -114,12 +114,11 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     Args:
       tree: pytree of local shards. Values of a `Quantized` travel as they are.
       axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`. `"auto"` is a ring of
-        few steps on a TPU without `jaxpar.compiler_options`, and naive otherwise. Its `wire_dtype`
-        is for sums of gradients. None: their own dtype. An 8-bit one instead rounds leaves of 256
-        KiB or more, with a scale a row. Gradients ignore this rounding. With
-        `gather_dtype="bfloat16"`, float32 leaves travel and arrive in bfloat16, and their gradients
-        are summed and returned in float32.
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, which is naive unless
+        `jaxpar.tuned` finds a faster mode. Its `wire_dtype` is for sums of gradients. None: their
+        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row.
+        Gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves travel and
+        arrive in bfloat16, and their gradients are summed and returned in float32.
       dim: the sharded dimension of a leaf, None for an unsharded one. One entry for all leaves, or
         a pytree prefix of `tree`.
 
@@ -132,8 +131,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       ValueError: a leaf to gather is typed as replicated over `axis`, `dim` is out of range or no
         prefix, or the axis is unknown.
 
-    Cost: a device sends (n-1)/n of each full leaf, and as much of its gradient, in the wire's
-    dtype.
+    Cost: a device sends (n-1)/n of each full leaf, and of its gradient in the wire's dtype.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -219,8 +217,9 @@ def fsdp_linear(
         unknown.
 
     Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
-    `keep_gathered=True`. It reduce-scatters w's gradient, (n-1)/n in the wire's dtype. In the ring
-    modes all this overlaps with matmuls, and the full weight never exists.
+    `keep_gathered=True`, which saves it. It reduce-scatters w's gradient, (n-1)/n in the wire's
+    dtype. In the ring modes all this overlaps with matmuls, and the full weight never exists unless
+    it is saved. A sharded bias is gathered by itself.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

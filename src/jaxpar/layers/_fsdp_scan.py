@@ -176,13 +176,14 @@ def fsdp_scan(
 
     Args:
       layer_fn: `(params, x) -> x`, one layer with its full parameters. It may close over other
-        arrays, which get gradients too, and use collectives.
+        arrays, which get gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`.
       x: pytree of local arrays. All layers keep its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       dim: the sharded dimension of one layer's parameter, None for an unsharded one. One entry for
         all, or a pytree prefix.
-      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`. None: none.
+      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`, such as
+        `jax.checkpoint_policies.save_only_these_names("attention")`. None: none.
 
     Returns:
       What the last layer returns. It varies over all axes of `x` and of a layer's result.
@@ -195,10 +196,9 @@ def fsdp_scan(
 
     Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
     their gradients in the wire's dtype. Residuals are the layers' inputs, the shards, and what
-    `policy` saves, but never gathered weights. Arrays that a layer computes from weights alone,
-    such as a cast, are saved if the policy says so. Everything else is computed again. One layer's
-    weights are gathered at a time. This overlaps with the layer's own work if collectives are
-    asynchronous (`jaxpar.compiler_options`).
+    `policy` saves: never gathered weights, but possibly casts of them. The rest is computed again.
+    One layer's weights are gathered at a time. This overlaps with the layer's own work if
+    collectives are asynchronous (`jaxpar.compiler_options`). Otherwise the layer waits for them.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

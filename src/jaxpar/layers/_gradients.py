@@ -40,10 +40,10 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. For a total weight
-      of 0 it is 0 without gradients, or NaN if the loss is not finite.
+      of 0 it is 0 with zero gradients, or NaN if the loss is not finite.
 
     Raises:
-      TypeError: the loss is no float.
+      TypeError: the loss is no float, or the weight is complex.
       ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or the axis
         is unknown.
 
@@ -84,13 +84,13 @@ def mean_value_and_grad(
         device's losses, and their number or total weight, without gradient. Each device has its own
         share over `axis`. Both are replicated over all other axes.
       axis: all mesh axes that losses are spread over, such as those of the batch or the sequence.
-        Sums are always `lax.psum`s. `()`: every device has the full loss.
+        Sums are `lax.psum`s, of gradients in a `wire_dtype`. `()`: every device has the full loss.
       specs: pytree prefix of `PartitionSpec`s for params, as in `in_specs`. Needed under
         `check_vma=False`, and only checked otherwise.
       groups: mesh axes between groups of devices with their own parameters and losses. Nothing is
         summed over them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
-      microbatches: the number of parts of dimension 0 of every batch leaf, for gradient
-        accumulation in float32 or wider.
+      microbatches: the number of parts into which dimension 0 of every batch leaf is cut. Their
+        gradients are accumulated in float32 or wider.
       bucket_bytes: as in `reduce_gradients`. None: one psum a leaf.
       has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, with aux a pytree of arrays.
 
@@ -106,7 +106,7 @@ def mean_value_and_grad(
       ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
         or varies over an axis neither in `axis` nor in `groups`. The loss is replicated over
         `axis`, or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A
-        function in `loss_fn` needs a replicated parameter sharded. An axis is unknown.
+        function in `loss_fn` gets a replicated parameter, but needs it sharded. An axis is unknown.
 
     Cost: gradients are summed where parameters are replicated, 2 (n-1)/n of their bytes: over
     `axis` once. Over other axes JAX sums them in each microbatch under `check_vma=True`, and once

@@ -38,7 +38,7 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
 
     Raises:
-      TypeError: x or scale has no floats, or eps is no number known while tracing.
+      TypeError: x or scale is not of floats, or eps is no number known while tracing.
       ValueError: scale has another size, eps is negative, or the axis is unknown.
 
     Cost: with `axis`, one float32 a token is summed, forward and backward. 16-bit floats are
@@ -78,7 +78,7 @@ def layer_norm(
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError: x, scale or bias has no floats, or eps is no number known while tracing.
+      TypeError: x, scale or bias is not of floats, or eps is no number known while tracing.
       ValueError: scale or bias has another size, eps is negative, or the axis is unknown.
 
     Cost: as `rms_norm`, with a second sum: the variance is computed around the mean, for accuracy.

@@ -50,52 +50,52 @@ def ring_attention(
     Args:
       q: local floats `[..., s/n, h, e]`.
       k: local `[..., s/n, g, e]` in the dtype of q. Query head `j` uses kv head `j // (h // g)`.
-      v: local `[..., s/n, g, f]` in the dtype of q.
+      v: local `[..., s/n, g, f]` in the dtype of q. g divides h.
       axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
         first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
         prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
         v. None: their own dtype.
       segments: local integers `[..., s/n]`, the document of each position. A query sees only keys
-        of its own segment, and none that is negative.
+        of its own segment, and no key of a negative one.
       lengths: integers `[...]`, replicated over `axis`, the number of positions that count in each
         full sequence. Later keys are not seen, and later results are 0.
       causal: whether a query sees no keys after its own position.
       order: which positions device `i` holds, always ascending. It only matters with `causal`,
-        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`, so
-        that all devices have equal work. `"contiguous"`: block `i` of n. Then the last device has
-        the most causal work.
-      window: `(left, right)`, or an integer for both. A query at position i sees only keys from i -
-        left to i + right. For "the last 4096 tokens", with its own, it is 4095. Positions count
-        from the start of the sequence, not of a document.
+        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`,
+        for equal causal work. `"contiguous"`: block `i` of n.
+      window: `(left, right)`, or an integer for both. A query at position i sees only keys from
+        i-left to i+right, both included, and with `causal` none after i. For "the last 4096
+        tokens", with its own, left is 4095. Positions count from the start of the sequence, not of
+        a document. If layers of one scan have different windows, choose between two calls by
+        `jax.lax.cond`.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
       sinks: local floats `[h]`, one more score for each query head in the softmax's denominator. It
         has no value, and is not scaled, capped or masked.
       scale: a factor of scores. None: `1/sqrt(e)`.
       precision: as in `jax.lax.dot_general`.
 
-    If an operand is replicated over an axis along which another varies, its gradient is summed
-    there.
-
     Returns:
-      The local block of full attention, `[..., s/n, h, f]` in the dtype of q, varying over `axis`
-      and all axes of q, k, v and sinks. A query that sees nothing gets 0. Scores and sums are
-      float32 for 16-bit floats, and weights are rounded to the dtype of v.
+      Local `[..., s/n, h, f]` in the dtype of q, varying over `axis` and all axes of the operands.
+      A query that sees nothing gets 0. Scores and sums are in float32 or wider, and weights are
+      rounded to the dtype of v. If an operand is replicated over an axis along which another
+      varies, its gradient is summed there.
 
     Raises:
       TypeError: dtypes differ or are no floats, or an option has the wrong type.
-      ValueError: an operand is typed as replicated over `axis`, ranks or sizes do not fit, the
-        local length is odd in zigzag order, an option is out of range, or the axis is unknown.
+      ValueError: k or v is typed as replicated over `axis`, or q with `causal` or a window. Ranks
+        or sizes do not fit, the local length is odd in zigzag order, an option is out of range, or
+        the axis is unknown.
 
     Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
     step computes two matmuls of `(s/n)^2 h e` multiplications, or half of that if causal and
     zigzag. The backward pass sends keys and values again, and their gradients in the wire's dtype.
     Its steps compute five matmuls. Residuals are q, k, v, the result and two float32 a query and
-    head. At most `(s/n)^2 h` scores exist at a time. They are not saved, except for second
-    derivatives.
+    head. At most `(s/n)^2 h` scores exist at a time. They are saved only for second derivatives.
 
-    With a window, a block travels only r = `left / (s/n)` hops, rounded up, and computes only keys
-    within reach. In zigzag order, r is `left / (s/2n)` in both directions. This holds in the modes
-    `"unidirectional"`, `"bidirectional"` and `"auto"`, if it is fewer than n-1 blocks.
+    With a window, blocks come only from the r nearest devices on each side that it reaches, and
+    only keys within reach are computed. r is the longer side of the window in blocks of s/n,
+    rounded up. In zigzag order it is in chunks of s/2n, and blocks come from both sides. Modes
+    `"naive"` and `"multi-ring"` bring all blocks, as do windows that reach n-1 blocks or more.
 
     The result and the two numbers have the name "attention". With
     `jax.checkpoint_policies.save_only_these_names("attention")`, `jax.checkpoint` does not repeat

@@ -40,8 +40,8 @@ def column_parallel_linear(
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights that share one gather. With
-        an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights, whose m may differ, for one
+        gather. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
       axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
         sums of the backward reduce-scatter. None: the gradient's own dtype.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
@@ -54,9 +54,9 @@ def column_parallel_linear(
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    Both axes may shard one dimension of `w`, in either order. After `P(None, ("fsdp", "tp"))`, a
-    device's columns are not adjacent. A bias, and the next `row_parallel_linear` by
-    `P(("fsdp", "tp"), None)`, must have the same order.
+    Both axes may shard one dimension of w. In the order `P(None, ("fsdp", "tp"))`, a device's
+    gathered columns are not adjacent. Then a bias, and the rows of the next `row_parallel_linear`,
+    need the same order, `P(("fsdp", "tp"))`.
 
     Returns:
       `[..., s, m/n]`, or a tuple of them, varying over `axis` and all axes of x and w.
@@ -180,12 +180,12 @@ def gated_mlp(
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       activation: an elementwise function, or a `GatedActivation` in place of
         `activation(gate) * up`.
-      biases: arrays or None for gate, up and down, as in the linear layers.
+      biases: an array or None for each of gate, up and down, as in the linear layers.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up and for
         down.
-      preferred_element_type: as in `all_gather_matmul`.
+      preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
     If both axes shard the hidden dimension, all weights and biases have the same order of axes,

@@ -52,8 +52,8 @@ def vocab_parallel_embedding(
 
     Raises:
       TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
-      ValueError: the table has another rank or is typed as replicated over `axis`, tokens vary over
-        it, it does not divide the sequence or is unknown, or a layout pads between the rows, as
+      ValueError: the table has another rank or is typed as replicated over `axis`. Tokens vary over
+        `axis`, or it is unknown or does not divide the sequence. A layout pads between the rows, as
         `Split` does.
 
     Cost: a reduce-scatter of the result, or an all-reduce of twice the bytes, in the dtype of the
@@ -180,7 +180,7 @@ def vocab_parallel_cross_entropy(
       chunk: the most tokens whose logits exist at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
       z_loss: the weight of the squared log of the softmax's denominator.
-      ignore_label: the label of tokens with a loss of 0 and zero gradients.
+      ignore_label: the label of tokens with a loss of 0 and zero gradients, whose x may be NaN.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
@@ -192,15 +192,15 @@ def vocab_parallel_cross_entropy(
     Raises:
       TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
         type.
-      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. An operand
-        is typed as replicated over `axis`, labels vary over it with `sequence_dim=None`, or w has
-        columns of the full `vocabulary`. A layout pads tables of this size and `vocabulary` is
-        missing, or pads between rows, as `Split` does.
+      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. w, a bias,
+        or a sharded x or labels are typed as replicated over `axis`, labels vary over it with
+        `sequence_dim=None`, or w has columns of the full `vocabulary`. A layout pads tables of this
+        size and `vocabulary` is missing, or pads between rows, as `Split` does.
 
-    Cost: one matmul of all tokens with `w`, and three in the derivative. A device sends 2 (n-1)/n
-    of three float32 a token. It sends (n-1)/n of `x` forward, again backward, and of its gradient.
-    With `sequence_dim=None` it only sums the gradient. Residuals are the operands, all labels and
-    two numbers a token.
+    Cost: one matmul of all tokens with `w`, and three in the derivative. Devices all-reduce three
+    float32 a token. Each sends (n-1)/n of x forward, again backward, and of its gradient. With
+    `sequence_dim=None`, they all-reduce the gradient of x instead. Residuals are the operands, all
+    labels and two numbers a token.
 
     Example:
       >>> mesh = make_mesh("tp=8")
