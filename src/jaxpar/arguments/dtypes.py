@@ -80,13 +80,12 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
         )
 
 
-def dtypes_of_sums(given: Any, preferred: Any, wire: Any) -> tuple[Any, Any]:
-    """Returns the dtypes of a matmul's result and of its partial sums in transfer, or raises."""
+def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
+    """Returns the dtype of a matmul's result, or raises if that or a wire cannot hold its sums."""
     if preferred is not None:
         check_holds("preferred_element_type", preferred, given, "products")
     check_wire(wire, sum_dtype(given) if preferred is None else preferred)
-    result = result_dtype(given) if preferred is None else preferred
-    return result, jnp.dtype(summed_as(wire, result) or result)
+    return result_dtype(given) if preferred is None else preferred
 
 
 def loses_parts(added: Any, dtype: Any) -> bool:

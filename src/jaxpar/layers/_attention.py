@@ -71,7 +71,7 @@ class HeadLayout:
 
     @property
     def local_kv_heads(self) -> int:
-        """Returns how many key and value heads a shard uses."""
+        """Returns how many key and value heads a shard uses; they divide `local_heads`."""
         return self.local_heads // self._run
 
     @property
@@ -127,8 +127,8 @@ class HeadLayout:
           `[padded_heads * e, ...]`, with zeros at the end.
 
         Raises:
-          TypeError: as `pad_query`.
-          ValueError: as `pad_query`.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or `heads` does not divide its size.
 
         Cost: a copy.
 
@@ -173,8 +173,8 @@ class HeadLayout:
           `[heads * e, ...]`.
 
         Raises:
-          TypeError: as `unpad_query`.
-          ValueError: as `unpad_query`.
+          TypeError: `dim` is no integer.
+          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
 
         Cost: a copy.
 
@@ -278,8 +278,9 @@ def parallel_attention(
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. Its arrays with an entry for each
-        query head, such as sinks, must be padded and sharded like w_q.
+        Query head `j` uses key and value head `j // (h // g)`. `attend` handles masks, positions,
+        and further axes that shard the sequence. Its arrays with an entry for each query head, such
+        as sinks, must be padded and sharded like w_q.
       heads: the number of query heads, without padding.
       kv_heads: the number of key and value heads.
       biases: an array or None for each of q, k, v and o, sharded like the columns of the weight.
@@ -287,22 +288,22 @@ def parallel_attention(
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for q, k, v and for o.
       fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
-        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)`, and a layout for all n f devices,
-        with f the size of `fsdp_axis`.
-      preferred_element_type: as in `all_gather_matmul`.
+        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)` and
+        `layout = head_layout(heads, kv_heads, n * f)`, with f the size of `fsdp_axis`.
+      preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
       `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads are
-      masked, and their weights get zero gradients.
+      masked before and after `attend`, and their weights get zero gradients.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
       ValueError: heads or columns do not fit, `attend` returns another shape, or as in
         `column_parallel_linear` and `row_parallel_linear`.
 
-    Cost: one gather of x and one reduce-scatter of the result. A device computes only the keys and
-    values of its query heads.
+    Cost: one gather of x and one reduce-scatter of the result. From replicated weights, a device
+    projects keys and values only for its query heads, and sums the weights' gradients over `axis`.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)

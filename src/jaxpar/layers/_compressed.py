@@ -42,23 +42,23 @@ def reduce_compressed_gradients(
     Args:
       grads: pytree of this device's partial sums.
       axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"`, 256 numbers a scale.
-      error: the error that this device got in the previous step. It is added to the gradients.
-        None: no error, in the first step.
+      error: the error of this device from the step before, which is added to the gradients. None:
+        the first step.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
         that shard it. None: leaves are summed over all of `axis`.
-      key: a key of `jax.random`, a new one in each step, for stochastic rounding. int8 only.
+      key: a new key of `jax.random` in each step, for stochastic rounding. Only for int8.
 
     Returns:
       `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`. A
       leaf that is typed so already stays as it is. The error has the shape of its leaf, in float32
-      or wider. It varies over `axis`: keep it sharded over the devices. All sums so far plus the
+      or wider, and varies over `axis`: keep it sharded over the devices. All sums so far plus the
       errors of all devices are the exact sums.
 
-      Integers, and leaves of fewer than 2^14 numbers, are not compressed. Their error has shape
+      Integers, and leaves of fewer than 2^14 numbers, are summed by a psum. Their error has shape
       [0], except for floats of fewer than 32 bits.
 
-      If a gradient is not finite, all sums that share its scale are NaN. All devices then keep
-      their previous errors. Skip this step, and the next one is right.
+      If a gradient is not finite, all sums that share its scale are NaN, and all devices keep their
+      previous errors. Skip this step, and the next one is right.
 
     Raises:
       TypeError: a leaf is boolean, the wire has more than 8 bits, or an option has the wrong type.

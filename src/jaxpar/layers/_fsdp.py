@@ -114,12 +114,11 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     Args:
       tree: pytree of local shards. Values of a `Quantized` travel as they are.
       axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"` or `"auto"`. `"auto"` is a ring on a
-        TPU without `jaxpar.compiler_options`, if it is short enough to unroll, and naive otherwise.
-        Its `wire_dtype` is the dtype of gradients on the wire. None: their own. With an 8-bit one,
-        leaves of 256 KiB or more travel with a scale a row, and gradients ignore this rounding.
-        With a `gather_dtype`, float leaves arrive in it, and their gradients are summed and
-        returned in the leaf's dtype.
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, which is naive unless
+        `jaxpar.tuned` finds a faster mode. Its `wire_dtype` is for sums of gradients. None: their
+        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row.
+        Gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves travel and
+        arrive in bfloat16, and their gradients are summed and returned in float32.
       dim: the sharded dimension of a leaf, None for an unsharded one. One entry for all leaves, or
         a pytree prefix.
 
@@ -132,7 +131,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       ValueError: a leaf to gather is typed as replicated over `axis`, `dim` is out of range or no
         prefix, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of each full leaf forward, and of its gradient backward.
+    Cost: a device sends (n-1)/n of each full leaf, and of its gradient in the wire's dtype.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -217,9 +216,10 @@ def fsdp_linear(
       ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or an axis is
         unknown.
 
-    Cost: a device sends (n-1)/n of the full w, and again in the backward pass unless `axis` has
-    `keep_gathered=True`. It reduce-scatters the gradient of w. In the ring modes all transfers
-    overlap with matmuls, and the full w never exists.
+    Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
+    `keep_gathered=True`, which saves it. It reduce-scatters w's gradient, (n-1)/n in the wire's
+    dtype. In the ring modes all this overlaps with matmuls, and the full weight never exists unless
+    it is saved. A sharded bias is gathered by itself.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

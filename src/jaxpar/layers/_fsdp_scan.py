@@ -175,15 +175,15 @@ def fsdp_scan(
     """Applies layer after layer, and gathers each layer's weights where they are used.
 
     Args:
-      layer_fn: `(params, x) -> x`, one layer with its full parameters. Arrays that it closes over
-        get gradients too.
+      layer_fn: `(params, x) -> x`, one layer with its full parameters. It may close over other
+        arrays, which get gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`.
       x: pytree of local arrays. Every layer keeps its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       dim: the sharded dimension of one layer's parameter, None for an unsharded one. One entry for
         all, or a pytree prefix.
-      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`. None: no
-        residuals.
+      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`, such as
+        `jax.checkpoint_policies.save_only_these_names("attention")`. None: none.
 
     Returns:
       The result of the last layer. It varies over all axes of `x` and of a layer's result.
@@ -194,11 +194,11 @@ def fsdp_scan(
       ValueError: a leaf to gather is typed as replicated over `axis`, stacks are empty or of
         different lengths, `dim` is out of range or no prefix, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of each layer's weights forward, again backward, and of their
-    gradients. One layer's weights are gathered at a time. They overlap with the layer's own work if
-    collectives are asynchronous (`jaxpar.compiler_options`). Residuals are the shards, the layers'
-    inputs, and what `policy` saves: never gathered weights, but possibly casts of them. The
-    backward pass computes the rest again.
+    Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
+    their gradients in the wire's dtype. Residuals are the layers' inputs, the shards, and what
+    `policy` saves: never gathered weights, but possibly casts of them. The rest is computed again.
+    One layer's weights are gathered at a time. This overlaps with the layer's own work if
+    collectives are asynchronous (`jaxpar.compiler_options`). Otherwise the layer waits for them.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

@@ -40,11 +40,11 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. For a total weight
-      of 0 it is 0 without gradients, or NaN if the loss is not finite.
+      of 0 it is 0 with zero gradients, or NaN if the loss is not finite.
 
     Raises:
       TypeError: the loss is no float, or the weight is complex.
-      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or an axis
+      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or the axis
         is unknown.
 
     Cost: two psums of scalars.
@@ -84,8 +84,7 @@ def mean_value_and_grad(
         device's losses, and their number or total weight, without gradient. Each device has its own
         share over `axis`. Both are replicated over all other axes.
       axis: all mesh axes that losses are spread over, such as those of the batch or the sequence.
-        Sums are always `lax.psum`s, in the `wire_dtype` of an `Axis`. `()`: every device has the
-        full loss.
+        Sums are `lax.psum`s, of gradients in a `wire_dtype`. `()`: every device has the full loss.
       specs: pytree prefix of `PartitionSpec`s for params, as in `in_specs`. Needed under
         `check_vma=False`, and only checked otherwise.
       groups: mesh axes between groups of devices with their own parameters and losses. Nothing is
@@ -104,11 +103,10 @@ def mean_value_and_grad(
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` has the wrong type.
-      ValueError: `microbatches` does not divide a batch leaf, a result of `loss_fn` is no scalar,
-        or an axis is unknown. A result varies over an axis neither in `axis` nor in `groups`. The
-        loss is typed as replicated over `axis`, or parameters over `groups`. Specs are wrong, or
-        missing under `check_vma=False`. A replicated parameter is passed to a function of jaxpar
-        that needs it sharded.
+      ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
+        or varies over an axis neither in `axis` nor in `groups`. The loss is replicated over
+        `axis`, or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A
+        function in `loss_fn` gets a replicated parameter, but needs it sharded. An axis is unknown.
 
     Cost: gradients of replicated parameters are summed, 2 (n-1)/n of their bytes. Over axes outside
     `axis`, JAX sums them in each microbatch under `check_vma=True`, and once at the end otherwise.

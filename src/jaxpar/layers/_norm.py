@@ -39,7 +39,7 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
 
     Raises:
       TypeError: x or scale is not of floats, or eps is no number known while tracing.
-      ValueError: scale has another size, eps is negative, or an axis is unknown.
+      ValueError: scale has another size, eps is negative, or the axis is unknown.
 
     Cost: with `axis`, a psum of one float32 a token, forward and backward. Residuals are x in its
     own dtype and one float32 a token. 16-bit floats are computed in float32.
@@ -79,7 +79,7 @@ def layer_norm(
 
     Raises:
       TypeError: x, scale or bias is not of floats, or eps is no number known while tracing.
-      ValueError: scale or bias has another size, eps is negative, or an axis is unknown.
+      ValueError: scale or bias has another size, eps is negative, or the axis is unknown.
 
     Cost: as `rms_norm`, with two psums: the mean, then the variance around it.
 

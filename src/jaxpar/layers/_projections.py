@@ -13,7 +13,7 @@ from jaxtyping import Num
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.checks_of_layers import check_sequence_dim
-from jaxpar.arguments.dtypes import dtypes_of_sums
+from jaxpar.arguments.dtypes import dtype_of_products
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
@@ -137,7 +137,7 @@ class Projection:
         if dim is not None:
             return _einsum.gather(call, "lhs", labels.lhs[dim], x, weights)
         preferred, wire = call.arithmetic.preferred_element_type, self.ring.wire_dtype
-        dtype, _ = dtypes_of_sums(x.dtype, preferred, wire)
+        dtype = dtype_of_products(x.dtype, preferred, wire)
         product = Product(labels.lhs, labels.rhs, labels.out, dtype)
         # The derivative adds up all weights' parts in float32, and sums over the axis.
         axes = varying_axes(x, weights, self.ring.index())

@@ -50,21 +50,24 @@ def ring_attention(
     Args:
       q: local floats `[..., s/n, h, e]`.
       k: local `[..., s/n, g, e]` in the dtype of q. Query head `j` uses kv head `j // (h // g)`.
-      v: local `[..., s/n, g, f]` in the dtype of q.
-      axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"` or `"auto"`, as in
-        `all_gather_matmul`. Its `wire_dtype` is the dtype of gradients of k and v on the wire.
-        None: their own.
+      v: local `[..., s/n, g, f]` in the dtype of q. g divides h.
+      axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
+        first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
+        prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
+        v. None: their own dtype.
       segments: local integers `[..., s/n]`, the document of each position. A query sees only keys
         of its own segment, and no key of a negative one.
-      lengths: integers `[...]`, replicated over `axis`, how many positions of each full sequence
-        count. Later keys are not seen, and later results are 0.
+      lengths: integers `[...]`, replicated over `axis`, the number of positions that count in each
+        full sequence. Later keys are not seen, and later results are 0.
       causal: whether a query sees no keys after its own position.
-      order: which positions device `i` holds. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from
-        `zigzag_order`, for equal causal work. `"contiguous"`: block `i` of n.
-      window: `(left, right)`, or an integer for both. A query at position i sees only keys from i -
-        left to i + right. A window of 4096 tokens that includes the query's own has `left` 4095.
-        Positions count from the start of the sequence, not of a document.
+      order: which positions device `i` holds, always ascending. It only matters with `causal`,
+        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`,
+        for equal causal work. `"contiguous"`: block `i` of n.
+      window: `(left, right)`, or an integer for both. A query at position i sees only keys from
+        i-left to i+right, both included, and with `causal` none after i. For "the last 4096
+        tokens", with its own, left is 4095. Positions count from the start of the sequence, not of
+        a document. If layers of one scan have different windows, choose between two calls by
+        `jax.lax.cond`.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
       sinks: local floats `[h]`, one more score for each query head, only in the softmax's
         denominator. It is not scaled, capped or masked.
@@ -81,16 +84,18 @@ def ring_attention(
       TypeError: dtypes differ or are no floats, or an option has the wrong type.
       ValueError: k or v is typed as replicated over `axis`, or q with `causal` or a window. Ranks
         or sizes do not fit, the local length is odd in zigzag order, an option is out of range, or
-        an axis is unknown.
+        the axis is unknown.
 
-    Cost: a device sends (n-1)/n of all keys and values, and computes with one block while the next
-    arrives. For a block, it computes two matmuls of `(s/n)^2 h e` multiplications, or half of that
-    if causal and zigzag. The backward pass sends keys, values and their gradients, and computes
-    five matmuls a block. Residuals are q, k, v, the result and two float32 a query and head. Scores
-    are saved only for second derivatives.
+    Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
+    step computes two matmuls of `(s/n)^2 h e` multiplications, or half of that if causal and
+    zigzag. The backward pass sends keys and values again, and their gradients in the wire's dtype.
+    Its steps compute five matmuls. Residuals are q, k, v, the result and two float32 a query and
+    head. At most `(s/n)^2 h` scores exist at a time. They are saved only for second derivatives.
 
-    With a window, blocks travel only to the devices that it reaches, except in the modes `"naive"`
-    and `"multi-ring"`.
+    With a window, blocks come only from the r nearest devices on each side that it reaches, and
+    only keys within reach are computed. r is the longer side of the window in blocks of s/n,
+    rounded up. In zigzag order it is in chunks of s/2n, and blocks come from both sides. Modes
+    `"naive"` and `"multi-ring"` bring all blocks, as do windows that reach n-1 blocks or more.
 
     The result and the two float32 have the name "attention". A `jax.checkpoint` that saves it, by
     `jax.checkpoint_policies.save_only_these_names("attention")`, does not repeat the forward pass.

@@ -40,10 +40,10 @@ def column_parallel_linear(
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights, which share one gather.
-        With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is the
-        dtype of the gradient of x on the wire. None: its own.
+      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights, whose m may differ, for one
+        gather. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
+        sums of the backward reduce-scatter. None: the gradient's own dtype.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
@@ -182,9 +182,9 @@ def gated_mlp(
       biases: an array or None for each of gate, up and down, as in the linear layers.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up, and
-        for down.
-      preferred_element_type: as in `all_gather_matmul`.
+      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up and for
+        down.
+      preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
     If both axes shard the hidden dimension, use one order for all weights and biases.

@@ -53,8 +53,8 @@ def vocab_parallel_embedding(
     Raises:
       TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
       ValueError: the table has another rank or is typed as replicated over `axis`. Tokens vary over
-        `axis`, or `axis` is unknown or does not divide the sequence. A layout pads between the
-        rows, as `Split` does.
+        `axis`, or it is unknown or does not divide the sequence. A layout pads between the rows, as
+        `Split` does.
 
     Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much. It is exact
     in any dtype, as only one term is not zero. The derivative all-gathers a scattered cotangent,
@@ -179,7 +179,7 @@ def vocab_parallel_cross_entropy(
       chunk: the most tokens whose logits exist at a time.
       label_smoothing: the part of the target that is spread evenly over the vocabulary.
       z_loss: the weight of the squared log of the softmax's denominator.
-      ignore_label: the label of tokens with a loss of 0 and zero gradients.
+      ignore_label: the label of tokens with a loss of 0 and zero gradients, whose x may be NaN.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
@@ -191,13 +191,14 @@ def vocab_parallel_cross_entropy(
     Raises:
       TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
         type.
-      ValueError: shapes do not fit, an option is out of range, or an axis is unknown. Operands are
-        sharded over `axis` where they must be replicated, or the reverse. `vocabulary` is missing
-        for a table that a layout pads, or the layout pads between rows, as `Split` does.
+      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. w, a bias,
+        or a sharded x or labels are typed as replicated over `axis`, labels vary over it with
+        `sequence_dim=None`, or w has columns of the full `vocabulary`. A layout pads tables of this
+        size and `vocabulary` is missing, or pads between rows, as `Split` does.
 
-    Cost: one matmul of all tokens with w, and three in the derivative. Devices all-reduce three
+    Cost: one matmul of all tokens with `w`, and three in the derivative. Devices all-reduce three
     float32 a token. Each sends (n-1)/n of x forward, again backward, and of its gradient. With
-    `sequence_dim=None` they only all-reduce the gradient of x. Residuals are the operands, all
+    `sequence_dim=None`, they all-reduce the gradient of x instead. Residuals are the operands, all
     labels and two numbers a token.
 
     Example:

@@ -43,7 +43,7 @@ class Layout(Mapping[str, ArrayLayout]):
     """A mapping from paths to `ArrayLayout`: one pytree on one mesh. `LayoutMap.layout` makes it.
 
     Properties that are pytrees have the parameters' structure, with None for leaves that are not
-    arrays. Methods that return parameters keep such leaves.
+    arrays. Methods that take and return parameters keep such leaves. Others return the layout's.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
@@ -208,7 +208,7 @@ class Layout(Mapping[str, ArrayLayout]):
           params: arrays without padding, of any dtype.
 
         Returns:
-          Padded arrays. Outside of `jax.jit`, padded JAX arrays have the layout's shardings.
+          Padded arrays. Outside `jax.jit`, JAX arrays that get zeros have the layout's shardings.
 
         Raises:
           LayoutError: arrays of other paths or shapes.
@@ -225,8 +225,8 @@ class Layout(Mapping[str, ArrayLayout]):
         """Pads arrays and puts them on the devices.
 
         Args:
-          params: arrays without padding. Every process passes all of them. 64-bit numbers become
-            32-bit unless `jax_enable_x64` is set.
+          params: arrays without padding. Every process passes all, and uploads its devices' blocks.
+            64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Returns:
           Global arrays with the layout's shardings.
@@ -369,7 +369,7 @@ class Layout(Mapping[str, ArrayLayout]):
     def batches(
         self, source: Iterable[Any], *, rows: Integer | None = None
     ) -> Iterator[tuple[Any, Array]]:
-        """Yields placed batches, and a weight for each row: 0 for rows that fill up a batch.
+        """Yields placed batches and a weight for each row: 1, or 0 if it only fills up a batch.
 
         Args:
           source: pytrees of host arrays with this process's rows. A batch may have fewer rows than
@@ -378,7 +378,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Yields:
           `(batch, weights)`, global arrays. Weights are float32. The mean over all rows is
-          `sum(weights * loss) / sum(weights)`. All processes yield equally often.
+          `sum(weights * loss) / sum(weights)`. All processes yield equally often. A process whose
+          data have ended yields weights of 0.
 
         Raises:
           LayoutError: rows that the mesh axes do not divide.
@@ -401,7 +402,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
         An array is sharded like a parameter if its path ends in the parameter's path. Its shape
         must be the parameter's (padded or not), or lack one dimension, as in factored moments. If
-        either of two equal dimensions may be missing, neither is sharded. Single entries are
+        either of two equal dimensions may be missing, neither is sharded. Arrays of one entry are
         replicated.
 
         Args:
@@ -439,7 +440,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Writes an Orbax checkpoint without padding or mesh. Any mesh can read it.
 
         `restore` returns the same bits, also for `jax.random` keys and empty arrays. The folder
-        appears when everything is written. The next save removes the rest of an interrupted one.
+        appears when all is written. The next save to it removes the rest of an interrupted one.
 
         Args:
           folder: a new folder that all processes see, also in a store such as `gs://bucket/folder`.
@@ -503,7 +504,7 @@ class Layout(Mapping[str, ArrayLayout]):
             as in PyTorch's linear layers. Or a mapping from patterns to axes for `numpy.transpose`
             (None: the last two exchanged): `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's
             convolutions. Stacked dimensions do not count.
-          unused: a pattern of full names that may stay unread.
+          unused: a pattern of full names of tensors that may stay unread.
 
         Returns:
           Padded global arrays with the layout's shardings. 64-bit numbers become 32-bit unless
@@ -513,8 +514,7 @@ class Layout(Mapping[str, ArrayLayout]):
           LayoutError: lists all tensors that are missing, unread, or of another shape or dtype.
           TypeError: files, names, patterns or orders of axes of another type.
           ValueError: no files, or damaged ones; a name in two files without an index, or not where
-            the index says; unknown paths in `names`; `transposed` without a match, or with wrong
-            axes.
+            the index says; unknown paths in `names`; wrong axes or no match in `transposed`.
 
         Example:
           >>> from safetensors.numpy import save_file
@@ -548,8 +548,7 @@ class Layout(Mapping[str, ArrayLayout]):
         rules are compiled in this order:
 
         1. Lookup tables sharded by rows, if their features are sharded over the batch's axis.
-        2. Two dimensions exchanged in rules that disagree with arrays that they are multiplied
-           with.
+        2. Two dimensions exchanged in rules that disagree with the other factor of a product.
         3. Two dimensions exchanged in other rules, the most expensive first.
 
         Faster changes are kept for the later ones. Last come two plain maps: fully sharded and
@@ -557,14 +556,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           step: called as `step(params, *args)` with global arrays. Results like a weight by path
-            and shape keep its layout. A `jax.shard_map` in it must use the mesh in context.
+            and shape keep its layout. A `jax.shard_map` in it must leave out its mesh.
           target: a name such as `"v5p:4x4x4"` with as many devices as the mesh, or a
             `jaxpar.schedule.Target` with the mesh's axes.
           args: shapes or arrays; a `Layout` (`layout.like`) for states like the parameters. The
             map's `batch` shards arrays without a spec.
           compiler_options: as for `jaxpar.schedule.compile_for`.
           tries: the most changes to compile. 0 skips the plain maps, too.
-          from_layout: `step` takes the layout on the target's mesh, and returns the step.
+          from_layout: for steps that contain the layout's specs. `step` then takes the layout on
+            the target's mesh, and returns the step.
 
         Returns:
           `LayoutCosts`.

@@ -27,9 +27,9 @@ class LayoutMap(MutableMapping[str, Any]):
     A value gives the mesh axes of each dimension:
 
     - a `PartitionSpec`, a tuple or a list of mesh axes, tuples of them, None or `Padded(axis)`.
-      Later dimensions are not sharded;
+      Dimensions after the last entry are not sharded;
     - text such as `"layers embed heads"`: a name for each dimension, which `axes` maps to mesh
-      axes. Arrays of another rank are refused;
+      axes. Arrays of another rank are refused, and names that the sizes show to be swapped;
     - `REPLICATED`: a full copy on every device;
     - `Split(axis, dim)` or `Replicate(count)`.
 
@@ -196,8 +196,8 @@ class LayoutMap(MutableMapping[str, Any]):
         Args:
           params: any pytree of arrays or shapes (`jax.eval_shape`).
           mesh: a `Mesh`. An `AbstractMesh` gives specs and shapes only.
-          strict: refuses arrays without a rule, rules without an array, unused mesh axes, and
-            swapped dimension names. False: arrays without a rule are replicated.
+          strict: refuses arrays without a rule, rules without an array, swapped dimension names,
+            and mesh axes in no rule or `batch`. False: arrays without a rule are replicated.
 
         Returns:
           A `Layout`.

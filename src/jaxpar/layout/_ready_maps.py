@@ -48,7 +48,7 @@ def data_parallel(
 
     Raises:
       ValueError: an axis that the mesh lacks.
-      LayoutError: `within` has no rule, or several, for a parameter.
+      LayoutError: a parameter has no rule in `within`, several, or a `Split` or `Replicate`.
 
     Cost: gradients are summed, 2 (n-1)/n of the parameters' bytes a step.
 
@@ -176,8 +176,8 @@ def tensor_parallel(
 
     Names in published models and neighbouring arrays give each role. A matrix without a role is
     refused. So is an array of several projections: a block of its columns would mix queries, keys
-    and values. A `gate` as large as its MLP is sharded by columns. Other gates are replicated
-    routers.
+    and values. A `gate` as large as its MLP is sharded by columns. Other gates (routers), norms and
+    position tables are replicated.
 
     Biases, norms and tables show the input dimension by their sizes. Without them, `weight` is
     [out, in], as in Equinox and PyTorch, and other arrays are [in, out]. Heads are sharded in [in,

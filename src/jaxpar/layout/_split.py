@@ -21,7 +21,7 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 @readable
 @dataclass(frozen=True)
 class Split:
-    """An array in shards along one dimension. Earlier shards take the remainder.
+    """An array in shards along one dimension. The first ones may have one entry more.
 
     A call returns the list of shards: 4, 3 and 3 of 10 rows. `undo` joins them again. Both accept
     NumPy and JAX arrays, also inside `jax.jit`.
@@ -161,7 +161,7 @@ class Replicate:
     """An array with a full copy on each of `count` devices. In a rule it is `REPLICATED`.
 
     Args:
-      count: the number of devices.
+      count: the number of devices. In a rule it must be the size of the mesh.
 
     Raises:
       TypeError: a count that is not a whole number.

@@ -24,7 +24,7 @@ class Table:
       rows: a dict for each array.
       devices: of the mesh.
       bytes_per_device: of all arrays.
-      replicated_per_device: bytes to save if no two devices held the same.
+      replicated_per_device: bytes that would be saved if no two devices held the same.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))

@@ -15,7 +15,7 @@ from jaxpar.arguments.checks import (
     check_own,
     check_precision,
 )
-from jaxpar.arguments.dtypes import as_dtype, dtypes_of_sums
+from jaxpar.arguments.dtypes import as_dtype, dtype_of_products
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
@@ -132,7 +132,8 @@ def gather(
         seen = left = replace(left, dtype=rights[0].dtype)
     operands = [(right, seen) if swapped else (seen, right) for right in rights]
     sizes = [local_sizes(labels, *pair, ring, gathered=(operand, label)) for pair in operands]
-    dtype, _ = dtypes_of_sums(seen.dtype, call.arithmetic.preferred_element_type, ring.wire_dtype)
+    preferred = call.arithmetic.preferred_element_type
+    dtype = dtype_of_products(seen.dtype, preferred, ring.wire_dtype)
     check_own(call.names[1 if swapped else 0], values_of(left), ring, "a block")
     left, rights = vary_alike(ring.names, left, rights)
     letters = (labels.rhs, labels.lhs) if swapped else (labels.lhs, labels.rhs)
@@ -177,13 +178,13 @@ def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
     check_divides("the result", shape, dim, ring)
     preferred = call.arithmetic.preferred_element_type
-    dtype, wire = dtypes_of_sums(lhs.dtype, preferred, ring.wire_dtype)
+    dtype = dtype_of_products(lhs.dtype, preferred, ring.wire_dtype)
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
     width = lhs.dtype.itemsize
     rounds = ring.low_bit_sums(dtype) is not None
-    sums = 1 if rounds else wire.itemsize
+    sums = 1 if rounds else ring.wire(dtype).itemsize
     forth = flow_of("scatter", label, ring.size, [product], [sizes], width, sums, quantized=rounds)
     gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
     low_bit = ring.low_bit_cotangents(dtype) is not None
@@ -200,12 +201,12 @@ def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     preferred = call.arithmetic.preferred_element_type
-    dtype, wire = dtypes_of_sums(lhs.dtype, preferred, ring.wire_dtype)
+    dtype = dtype_of_products(lhs.dtype, preferred, ring.wire_dtype)
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    label, width = labels.out[0], lhs.dtype.itemsize
-    forth = flow_of("all-reduce", label, ring.size, [product], [sizes], width, wire.itemsize)
+    label, width, wire = labels.out[0], lhs.dtype.itemsize, ring.wire(dtype).itemsize
+    forth = flow_of("all-reduce", label, ring.size, [product], [sizes], width, wire)
     method = call.method(label, (lhs, rhs), (forth,))
     from jaxpar.matmul._all_reduce import all_reduce_einsum  # a gather or scatter does not need it
 

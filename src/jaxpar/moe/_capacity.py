@@ -45,7 +45,7 @@ def expert_capacity(
 
     Raises:
       TypeError: a number of the wrong type.
-      ValueError: a negative or infinite number, no experts.
+      ValueError: a negative number, a factor that is not finite, no experts.
 
     Cost: none.
 
@@ -81,11 +81,11 @@ def limit_capacity(
     """Drops choices beyond each expert's capacity, among this device's tokens.
 
     Args:
-      routing: local choices `[t, k]`. Dropped ones take no room.
+      routing: local choices `[t, k]`. Those that were dropped before take no room.
       capacity: the most of this device's tokens that an expert keeps, static; see
         `expert_capacity`.
-      policy: `"probability"` keeps the largest weights, NaN first, then the earliest. `"position"`
-        keeps the earliest.
+      policy: `"probability"` keeps the largest weights, NaN first, and the earlier one of equal
+        weights. `"position"` keeps the earliest tokens.
 
     Returns:
       `routing` with fewer `kept`. Weights stay the same.

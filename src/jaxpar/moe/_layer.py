@@ -90,8 +90,8 @@ def moe_layer(
         for dispatched rows.
       dispatch: `"ragged"` sends each token once to each device that it needs, by a ragged
         all-to-all. `"all_gather"` sends all tokens to all devices, and sums results by a
-        reduce-scatter. `"auto"` takes the one predicted to be faster: all-gather if nearly every
-        token needs nearly every device.
+        reduce-scatter. `"auto"` takes the one predicted to be faster: all-gather if tokens need
+        nearly all devices, or on TPUs with a 2-dimensional torus about 4 or more.
       chunks: the number of pieces of the tokens. Each is sent while the experts compute the one
         before.
       capacity: the capacity of `limit_capacity`, if any. It makes buffers smaller.
@@ -121,8 +121,8 @@ def moe_layer(
 
     Raises:
       TypeError: experts of another dtype, no `Routing`, a wrong type.
-      ValueError: wrong shapes or numbers of experts, arguments typed as replicated over `axis`, an
-        unknown option or axis, an option out of range, a call outside shard_map.
+      ValueError: wrong shapes or numbers of experts, tokens or experts typed as replicated over
+        `axis`, an unknown option or axis, an option out of range, a call outside shard_map.
 
     Cost: `"ragged"` sends a token's row, k integers and k weights to each of its devices, and a row
     returns. `"all_gather"` sends (n-1) t rows in each direction. Each pair of a token and an expert

@@ -93,7 +93,7 @@ def route(
       bias: `[E]`, added to scores (for `"selected_softmax"` to logits) when experts are chosen, not
         to weights; see `update_router_bias`. Not differentiated.
       groups: the number of groups of neighbouring experts.
-      top_groups: only experts of so many best groups can be chosen. A group counts as its best
+      top_groups: experts are chosen only from this many best groups. A group counts as its best
         expert, or with a bias as the sum of its two best.
       normalize: divide each token's weights by their sum. With `top_k=1` the router then has no
         gradient except that of its own losses, as with `"selected_softmax"`.

@@ -24,7 +24,7 @@ class Statistics(NamedTuple):
 
     Attributes:
       tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
-      dropped: int32, the choices of these that `limit_capacity` dropped.
+      dropped: int32, how many of these choices `limit_capacity` dropped.
       overflow: int32, rows or choices that did not fit into receive buffers.
       entropy: mean over tokens of the entropy of scores that are divided by their sum; from 0 to
         log(E).

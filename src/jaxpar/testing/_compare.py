@@ -23,7 +23,7 @@ def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
     r"""Returns the largest rounding error of a sum of products, relative to the size of its terms.
 
     It is $6 (u + u_{acc} \sqrt{K})$. $u$ is the unit roundoff of `dtype`, and $u_{acc}$ that of
-    partial sums: float32 for 16-bit floats, else `dtype`. $K$ is the `reduction_depth`. Errors of
+    partial sums: float32 for narrower floats, else `dtype`. $K$ is the `reduction_depth`. Errors of
     $K$ additions grow like a random walk. The factor 6 covers the largest of very many entries, and
     the additional roundings of a sharded sum in 16 bits.
 

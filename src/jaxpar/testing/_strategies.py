@@ -316,7 +316,7 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
 
 @readable
 def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
-    """Returns a strategy for the sizes of `count` groups of `total` rows, many of them empty.
+    """Returns a strategy for the sizes of `count` groups that share `total` rows, many empty.
 
     Args:
         count: the number of groups.

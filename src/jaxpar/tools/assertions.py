@@ -36,8 +36,8 @@ def assert_overlapped(
 
     The program is compiled for devices that need not be present. Its schedule is simulated
     (`jaxpar.schedule.timeline`), not measured: it shows what later changes of the program, JAX or
-    the compiler do to the overlap. Time is exposed while a device only waits for a transfer. GPUs
-    without tables of XLA have rooflines.
+    the compiler do to the overlap. Time is exposed while a device only waits for a transfer. On
+    GPUs without XLA's tables, times are rooflines.
 
     Args:
       fn: a function of global arrays, as for `jaxpar.schedule.compile_for`. A `jax.shard_map` in it

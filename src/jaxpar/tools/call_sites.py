@@ -162,7 +162,7 @@ def ways(
       Call sites of equal operands are one, as for `jaxpar tune`.
 
     Raises:
-      TypeError: `target` is no target, or `compiler_options` are none.
+      TypeError: `target` or `compiler_options` of another type.
       Exception: any error of tracing.
 
     Cost: one tracing of the program, and some milliseconds a site.

@@ -63,7 +63,7 @@ class Line:
 
     @property
     def is_own(self) -> bool:
-        """Returns whether it is the user's: not jaxpar's, nor installed unless counted as own."""
+        """Returns whether it is the user's: not jaxpar, Python or installed (unless in `own`)."""
         if _is_within(self.file, _JAXPAR):
             return False
         return not _is_installed(self.file) or any(map(self.is_of, _OWN.get()))

@@ -115,8 +115,8 @@ def compile_for(
         may leave out its mesh.
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec` will do);
-        without one the compiler chooses. A plain `fn` gets other leaves, such as functions,
-        unchanged; in its results they become None.
+        without one the compiler chooses. A plain `fn` gets leaves that are not arrays, such as
+        functions, unchanged; in its results they become None.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` knows of them. None:
         those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps its
         own besides.
@@ -334,9 +334,9 @@ def timeline(
 
     Args:
       program: from `compile_for`.
-      chip: figures to use instead of the target's, as from
-        `dataclasses.replace(program.target.chip)`.
-      assumed: quantities that depend on data. By default ragged operations use all rows.
+      chip: figures instead of the target's, as from `dataclasses.replace(program.target.chip)`.
+      assumed: what depends on data. By default ragged operations use all rows, and loops of
+        unknown length run once.
 
     Returns:
       A `Timeline`, predicted and not measured.
