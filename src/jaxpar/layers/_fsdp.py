@@ -201,8 +201,8 @@ def fsdp_linear(
       w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. After a cast to
         `gather_dtype`, if any, it has the dtype of x.
       axis: mesh axes that shard w, or an `Axis` with a mode as in `all_gather_matmul`. Its
-        `wire_dtype` is the dtype of w's gradient on the wire. None: its own. An 8-bit one is for w
-        itself.
+        `wire_dtype` is for sums of w's gradient, or with 8 bits for w itself. None: their own
+        dtype. With a `gather_dtype`, the gradient is summed and returned in the dtype of w.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it.
       dim: the sharded dimension of w.
       preferred_element_type: as in `all_gather_matmul`.

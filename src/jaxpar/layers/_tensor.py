@@ -187,7 +187,8 @@ def gated_mlp(
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard the hidden dimension, use one order for all weights and biases.
+    If both axes shard the hidden dimension, all weights and biases have the same order of axes,
+    such as `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
 
     Returns:
       `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`.

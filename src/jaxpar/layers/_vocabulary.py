@@ -41,7 +41,7 @@ def vocab_parallel_embedding(
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, this device's rows, in logical order. Padding rows at the end are
-        never read.
+        never read and have zero gradients.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
 
@@ -161,7 +161,7 @@ def vocab_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes each token's cross-entropy of logits `x @ w + bias`, in chunks of tokens.
+    """Computes each token's cross-entropy of logits `x @ w + bias`, without the full logits.
 
     Args:
       x: local `[..., s/n, d]`, or replicated `[..., s, d]` with `sequence_dim=None`.
