@@ -101,9 +101,10 @@ def release_check(session: nox.Session) -> None:
 
     Leaves in dist/ what is to be published, and the changelog's section as notes.md.
     """
-    session.install("build")
+    session.install("build", "twine")
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
     [built] = Path("dist").glob("*.whl")
     version = built.name.split("-")[1]
     if session.posargs[:1] == ["--tag"] and session.posargs[1:] != [f"v{version}"]:

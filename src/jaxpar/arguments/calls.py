@@ -36,7 +36,7 @@ _called: ContextVar[str | None] = ContextVar("called", default=None)
 
 
 def called(otherwise: str = "jaxpar") -> str:
-    """Returns the name of the public function that the user called."""
+    """Returns the public function that the user called."""
     return _called.get() or otherwise
 
 
@@ -65,7 +65,7 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
 def _check_fit(
     function: Any, takes: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises if arguments have unknown names, or too many have none."""
+    """Raises if arguments are unknown or too many."""
     kinds = {name: parameter.kind for name, parameter in takes.items()}
     usage = USAGE.get(function.__qualname__, "")
     unknown = next((name for name in kwargs if name not in takes), None)
@@ -125,7 +125,6 @@ def _written(alias: Any) -> str:
 
 
 def value_error(text: str) -> ValueError:
-    """Returns an error that names the called function."""
     return ValueError(f"{called()}: {text}")
 
 
@@ -148,7 +147,7 @@ def of_user(function: Any, argument: str) -> Callable[..., Any]:
 
 @contextmanager
 def naming(name: str | None) -> Generator[None]:
-    """Makes errors inside show this name; None: the name of the function called inside."""
+    """Makes errors inside show this name; None: the inner function's name."""
     token = _called.set(name)
     try:
         yield

@@ -32,7 +32,7 @@ def check_precision(precision: Any) -> None:
 
 
 def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False) -> int:
-    """Returns `dim` counted from the front, or raises if `shape` has no such dimension.
+    """Returns `dim` counted from the front, or raises.
 
     With `stacked`, `dim` is a new dimension of the result.
     """
@@ -55,7 +55,7 @@ def check_divides(
     *,
     exactly: bool = False,
 ) -> None:
-    """Raises unless the ring's size divides dimension `dim`, or equals it with `exactly`."""
+    """Raises unless the ring's size divides `dim`, or equals it with `exactly`."""
     size = shape[dim]
     if exactly and size != ring.size:
         raise value_error(
@@ -79,7 +79,7 @@ def check_whole(
     high: int | None = None,
     what: str = "",
 ) -> int:
-    """Returns an integer from `low` to `high`, which is `what` in errors."""
+    """Returns an integer from `low` to `high`, or raises."""
     given = _as_integer(argument, given)
     if (low is not None and given < low) or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}, {what}"

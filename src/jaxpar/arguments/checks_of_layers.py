@@ -34,7 +34,7 @@ def check_number(
 
 
 def check_softcap(given: Any, otherwise: str) -> float | None:
-    """Returns a bound of scores or logits, or None; `otherwise` is the remedy in errors."""
+    """Returns a bound or None, or raises with the remedy `otherwise`."""
     if given is None:
         return None
     softcap = check_number("softcap", given, finite=otherwise)
@@ -70,7 +70,7 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension counted from the front, or None; raises for the last one."""
+    """Returns the dimension counted from the front, or None; refuses the last."""
     if sequence_dim is None:
         return None
     dim = check_dim("sequence_dim", sequence_dim, shape)

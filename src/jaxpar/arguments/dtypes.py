@@ -36,7 +36,7 @@ def addition_dtype(dtype: DTypeLike) -> Any:
 
 
 def result_dtype(dtype: DTypeLike) -> Any:
-    """Returns the dtype of a matmul's result: the operands', but at least 32 bits for integers."""
+    """Returns the operands' dtype, but at least 32 bits for integers."""
     dtype = jnp.dtype(dtype)
     if dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.integer):
         return jnp.dtype("int32" if jnp.issubdtype(dtype, jnp.signedinteger) else "uint32")
@@ -81,7 +81,7 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
 
 
 def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
-    """Returns the dtype of a matmul's result, or raises if that or a wire cannot hold its sums."""
+    """Returns a product's dtype, or raises if it or a wire cannot hold the sums."""
     if preferred is not None:
         check_holds("preferred_element_type", preferred, given, "products")
     check_wire(wire, sum_dtype(given) if preferred is None else preferred)
@@ -128,11 +128,11 @@ class LowBit:
     Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 
     Raises:
-      TypeError: the dtype is another one, or `sums` is another 8-bit dtype.
+      TypeError: the dtype is another one, `sums` is another 8-bit dtype, or columns no integer.
       ValueError: columns is less than 1.
 
-    Cost: a block is read twice and written once. Half of bfloat16's bytes travel, and 4 for its
-    scale. int8 rounds by at most 1/254 of a block's largest number.
+    Cost: a block is read twice and written once. Half of bfloat16's bytes travel, and 4 bytes for
+    its scale. int8 rounds by at most 1/254 of a block's largest number.
 
     Example:
       >>> Axis("tp", wire_dtype=LowBit("int8", columns=256)).wire_dtype.columns
@@ -181,7 +181,7 @@ def as_wire(argument: str, wire: Any) -> Any:
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
-    """Returns how blocks of a dtype are quantized in a gather, if at all."""
+    """Returns how blocks are quantized in a gather."""
     if not is_wide_float(dtype):
         return None
     return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
@@ -201,7 +201,7 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 
 
 def check_wire(wire: Any, summed: Any) -> None:
-    """Raises unless sums of dtype `summed` can travel in a wire's dtype of the same kind."""
+    """Raises unless sums can travel in a wire's dtype of the same kind."""
     wire = summed_as(wire, summed)
     if wire is None:
         return

@@ -18,7 +18,7 @@ def requirements(extra: str) -> dict[str, str]:
 
 
 def lacking(extra: str, package: str = "jaxpar") -> list[str]:
-    """Returns missing distributions of an extra, and of nested extras such as `jax[tpu]`."""
+    """Returns missing distributions of an extra, and of extras such as `jax[tpu]`."""
     found: list[str] = []
     for name, requirement in _requirements(extra, package):
         if installed(name) is None:

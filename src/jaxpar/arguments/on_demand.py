@@ -66,7 +66,7 @@ def names_on_demand(
 def open_types(module: str) -> dict[str, Any]:
     """Returns `Any` for each alias that a module defines for type checkers only.
 
-    jaxpar's own checks name the axis and the remedy, and a run-time type checker would raise first.
+    A run-time type checker would raise before jaxpar's own checks, which name the axis and remedy.
     """
     found: dict[str, str] = {}
     for line in _lines(module):

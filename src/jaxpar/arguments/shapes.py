@@ -4,7 +4,7 @@ from jax import Array, lax
 
 
 def with_rank(rank: int, x: Array) -> Array:
-    """Returns x with dimensions of size 1 in front, `rank` in all.
+    """Puts dimensions of size 1 in front of x, for `rank` in all.
 
     JAX's own promotion warns or raises if users set `jax_numpy_rank_promotion`.
     """

@@ -13,7 +13,7 @@ from jaxpar.axis.rounding import scales_among
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
     """Returns a pytree of arrays, or raises and names the wrong leaf.
 
-    With a `use` of numbers, such as a sum, random keys and quantized values are refused.
+    A `use` of numbers, such as a sum, refuses random keys and quantized values.
     """
     remedy = (
         "take out what is none before the call, as equinox.partition(tree, equinox.is_array) "

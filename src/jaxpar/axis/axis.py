@@ -85,7 +85,7 @@ class Axis:
         dtype.
 
     Raises:
-      TypeError: names are not strings, a dtype is not a dtype, or a flag is not a bool.
+      TypeError: names are not strings, or an option has the wrong type.
       ValueError: there is no name, a name is repeated, or a mode is unknown.
 
     Example:
@@ -149,19 +149,19 @@ class Ring(Axis):
         return lax.axis_index(self.names[0] if len(self.names) == 1 else self.names)
 
     def behind(self, index: Index, distance: Any) -> Index:
-        """Returns the logical index so many places behind another."""
+        """Returns the index so many places behind another."""
         if self.walk is None:
             return moved_on(index, -distance, self.size)
         return self.walk.behind(index, distance)
 
     @property
     def around(self) -> int:
-        """Returns the number of devices that a block visits, with its own."""
+        """Returns the number of devices that a block visits."""
         return self.size if self.walk is None else self.walk.around
 
     @property
     def has_disjoint(self) -> bool:
-        """Returns whether its axes may have links for several rings."""
+        """Returns whether axes may have links for several rings."""
         stages = self.stages()
         sizes = [ring.size for ring in stages]
         if len(sizes) == 1:
@@ -174,7 +174,7 @@ class Ring(Axis):
         return self.walk is not None and self.walk.exchanges
 
     def disjoint(self) -> tuple[Ring, ...]:
-        """Returns rings over the same devices that share no link, if each axis is closed."""
+        """Returns rings that share no link, if each axis is closed."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) > 1:
             walks = walks_over(sizes)
@@ -183,11 +183,9 @@ class Ring(Axis):
         return tuple(replace(self, walk=walk) for walk in walks) or (self,)
 
     def wire(self, dtype: Any) -> Any:
-        """Returns the dtype in which sums of `dtype` travel."""
         return jnp.dtype(summed_as(self.wire_dtype, dtype) or dtype)
 
     def gathered_as(self, dtype: Any) -> Any:
-        """Returns the dtype in which shards are gathered and used."""
         casts = self.gather_dtype is not None and is_wide_float(dtype)
         return jnp.dtype(self.gather_dtype if casts else dtype)
 
@@ -196,21 +194,20 @@ class Ring(Axis):
         return text if used == w.dtype else f"{text}, gathered in {used} as gather_dtype says"
 
     def low_bit(self, dtype: Any) -> LowBit | None:
-        """Returns how gathered blocks are quantized, if at all."""
+        """Returns how gathered blocks are quantized."""
         return gathered_by(self.wire_dtype, dtype) if self.size > 1 else None
 
     def low_bit_sums(self, dtype: Any) -> LowBit | None:
-        """Returns how sums are quantized, if at all."""
         how = self.low_bit(dtype)
         return how if how is not None and is_low_bit(how.sums) else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
-        """Returns how a scatter's cotangents are quantized, if at all."""
+        """Returns how a scatter's cotangents are quantized."""
         how = self.low_bit(dtype)
         return how if how is not None and how.cotangents else None
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the axes in mesh order, and each logical index's place in that order."""
+        """Returns the axes in mesh order, and each logical index's place there."""
         if len(self.names) < 2:
             return self.names, list(range(self.size))
         mesh = jax.sharding.get_abstract_mesh()
@@ -228,7 +225,6 @@ class Ring(Axis):
         return replace(self, names=names, size=prod(sizes[name] for name in names))
 
     def shift(self, tree: Any, offset: int) -> Any:
-        """Moves every leaf by `offset` devices."""
         (tree,) = vary_alike(self.names, tree)
         if offset % self.size == 0:
             return tree

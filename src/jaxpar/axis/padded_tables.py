@@ -37,7 +37,7 @@ class PaddedTables:
             _known.add(self)
 
     def stay_with(self, arrays: Iterable[Any]) -> None:
-        """Keeps this object alive as long as any of the arrays."""
+        """Keeps this object alive as long as the arrays."""
         for array in arrays:
             finalize(array, lambda held: None, self).atexit = False  # holds `self` until then
 
@@ -57,7 +57,7 @@ def check_no_padding(argument: str, width: int, rows: int) -> None:
 
 
 def check_no_padding_between(width: int, rows: int) -> None:
-    """Raises if a table of these sizes has padding between its rows."""
+    """Raises if such a table has padding between rows."""
     if tables := [table for table in _of_size(width, rows) if not table.at_the_end]:
         raise value_error(
             f"{_told(tables)}, as many as here: rows after the padding of a shard would belong to "

@@ -16,8 +16,7 @@ AnyArray = Array | np.ndarray
 class PaddedDim:
     """A dimension in blocks of one size, whose last entries may be padding.
 
-    The first `full` blocks have no padding. The next blocks have `rest` entries each, until none
-    are left.
+    The first `full` blocks have no padding. The next have `rest` entries each, until none are left.
     """
 
     size: int  # without padding
@@ -28,7 +27,6 @@ class PaddedDim:
 
     @classmethod
     def at_the_end(cls, size: int, parts: int, block: int) -> PaddedDim:
-        """Puts padding at the end."""
         full = size // block if block else parts
         return cls(size, block, parts, full, size - full * block)
 
@@ -44,7 +42,7 @@ class PaddedDim:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns each block's number of entries without padding."""
+        """Returns each block's entries without padding."""
         left = self.size - self.full * self.block
         found = [self.block] * self.full
         for _ in range(self.full, self.parts):
@@ -53,7 +51,6 @@ class PaddedDim:
         return tuple(found)
 
     def pad(self, array: AnyArray, dim: int) -> AnyArray:
-        """Adds zeros along `dim`."""
         if self.size == self.padded:
             return array
         xp = np if isinstance(array, np.ndarray) else jnp
@@ -69,7 +66,6 @@ class PaddedDim:
         return xp.concatenate([_part(array, dim, 0, start), tail], axis=dim)
 
     def unpad(self, array: AnyArray, dim: int) -> AnyArray:
-        """Removes zeros along `dim`."""
         if self.size == self.padded:
             return array
         xp = np if isinstance(array, np.ndarray) else jnp

@@ -79,7 +79,7 @@ class Quantized:
 
 
 def spread(scales: Array, shape: tuple[int, ...]) -> Array:
-    """Returns one scale for each value along dimensions that have several scales."""
+    """Returns a scale per value, along dimensions with several scales."""
     for dim, (have, want) in enumerate(zip(scales.shape, shape, strict=True)):
         if have not in (1, want):
             apart = jnp.expand_dims(scales, dim + 1)  # [..., have, 1, ...]
@@ -91,7 +91,6 @@ def spread(scales: Array, shape: tuple[int, ...]) -> Array:
 
 
 def read_as(x: Any, dtype: DTypeLike) -> Array:
-    """Returns an array of a dtype."""
     return x.dequantized(dtype) if isinstance(x, Quantized) else x.astype(dtype)
 
 
@@ -100,7 +99,6 @@ def values_of(x: Any) -> Array:
 
 
 def exact_of(x: Any) -> Array:
-    """Returns the unrounded array."""
     if not isinstance(x, Quantized):
         return x
     return x.dequantized() if x.exact is None else x.exact

@@ -103,12 +103,12 @@ def columns_of(how: LowBit, length: int) -> int:
 
 
 def row_dim(ndim: int, dim: int) -> int:
-    """Returns the dimension of a row in a gather along `dim`."""
+    """Returns the rows' dimension in a gather along `dim`."""
     return ndim - 1 if dim != ndim - 1 else ndim - 2
 
 
 def encoded(wire: Any, x: Any, dim: int) -> Any:
-    """Returns x as it is gathered along `dim`, quantized if the wire says so."""
+    """Returns x as it is gathered, quantized if the wire says so."""
     if isinstance(x, Quantized):
         return x
     how = gathered_by(wire, x.dtype)
@@ -134,7 +134,7 @@ def decoded(tree: Any) -> Any:
 
 
 def scales_among(tree: Any) -> list[bool]:
-    """Returns for each leaf whether it is scales of a `Quantized`."""
+    """Returns for each leaf whether it is scales."""
 
     def marks(x: Any) -> Any:
         marked = jax.tree.map(lambda _: False, x)

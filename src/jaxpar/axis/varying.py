@@ -56,12 +56,12 @@ def spec_of(x: jax.Array) -> tuple[Any, ...]:
 
 
 def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
-    """Returns x in the dtype of sums, varying over `axes`; the derivative sums in that dtype."""
+    """Types x as varying, in the dtype of sums, also its derivative's."""
     return vary_over(axes, x.astype(addition_dtype(x.dtype)))
 
 
 def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
-    """Returns x in the dtype of sums, varying over `axes`.
+    """Types x as varying, in the dtype of sums.
 
     The derivative sums over devices in the dtype of x, or in a wider `wire_dtype`.
     """

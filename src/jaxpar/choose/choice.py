@@ -1,7 +1,6 @@
 """Chooses the algorithm of `mode="auto"` for each pass over a ring.
 
-A rule for each kind of `Problem` excludes modes. Of the others, the one with the least predicted
-time is taken.
+A rule for each kind of `Problem` excludes modes. The fastest of the others by prediction is taken.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ Rule = Callable[[Problem, Mode, Flows], str]
 
 
 def choose_way(problem: Problem) -> Way:
-    """Returns the algorithm of the ring's mode; for `auto`, the fastest by prediction."""
+    """Returns the ring's mode's algorithm; for `auto`, the fastest by prediction."""
     return choose_ways(problem)[0]
 
 
 def choose_ways(problem: Problem) -> Ways:
-    """Returns the algorithms of both passes."""
     named = settled(problem)
     ways = ways_of_passes(named)
     if notes.value is not None:
@@ -81,18 +79,18 @@ class Predictions:
     _known: dict[tuple[Way, Flows, int], float] = field(default_factory=dict)
 
     def seconds(self, way: Way, flows: Flows, kept: int = 0) -> float:
-        """Returns the seconds of a pass, with `kept` saved blocks for its last flow."""
+        """Returns a pass' seconds, with `kept` saved blocks for its last flow."""
         key = way, flows, kept
         if key not in self._known:
             self._known[key] = way.seconds(self.problem, flows, kept)
         return self._known[key]
 
     def forward(self, way: Way) -> float:
-        """Returns the seconds of a forward pass, for comparison."""
+        """Returns a forward pass' seconds, for comparison."""
         return self._compared(way, self.seconds(way, self.problem.forward))
 
     def backward(self, way: Way, first: Way) -> float:
-        """Returns the seconds of a backward pass after a forward pass, for comparison."""
+        """Returns the seconds of a backward pass after `first`, for comparison."""
         kept = self.kept(first, way)
         return self._compared(way, self.seconds(way, self.problem.backward, kept))
 
@@ -120,7 +118,7 @@ class Predictions:
 
 
 def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
-    """Returns a named mode's algorithm, for the flows of a pass."""
+    """Returns a named mode's algorithm for a pass."""
     if mode == "naive":
         return Naive(problem.ring)
     # Other algorithms are loaded only if a program may use them.
@@ -138,7 +136,7 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
 
 
 def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why a matmul over a ring may not take a mode."""
+    """Returns why a matmul may not take a mode."""
     chip, size = problem.chip, problem.ring.size
     if mode == "naive":
         return ""
@@ -190,7 +188,7 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why a collective by itself may not take a mode.
+    """Returns why a lone collective may not take a mode.
 
     Behind a switch, permutes are slower than one collective.
     """

@@ -63,13 +63,12 @@ class Notes:
     def part(
         self, problem: Problem, part: str, rows: Iterable[WayRow], taken: str, tuned: bool = False
     ) -> None:
-        """Adds the decision of a site's part, with the current stack."""
+        """Adds a part's decision, with the current stack."""
         stack = traceback.extract_stack()
         frames = tuple((f.filename, f.lineno or 0, f.name) for f in stack)
         self.decisions.append(Decision(problem, part, tuple(rows), taken, tuned, frames))
 
     def passes(self, problem: Problem, taken: Ways, tuned: bool) -> None:
-        """Adds the decisions of both passes."""
         auto = replace(problem, ring=replace(problem.ring, mode="auto", backward=None))
         predictions = Predictions(auto)
         passes = {"forward": problem.forward, "backward": problem.backward}

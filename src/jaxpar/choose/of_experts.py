@@ -33,7 +33,7 @@ def _dispatch(problem: Problem) -> Dispatch:
 
 
 def _dispatch_behind_a_switch(problem: Problem, chip: Chip) -> Dispatch:
-    """Returns the faster dispatch, by seconds per token and byte of a row."""
+    """Compares the seconds per token and byte of a row."""
     needed, n = problem.needed, problem.ring.size
     link = chip.link if chip.switched is None or n <= chip.switched else chip.network
     copies = min([n, *(shape[1] for shape in problem.shapes[1:])])  # the most there can be
@@ -44,7 +44,7 @@ def _dispatch_behind_a_switch(problem: Problem, chip: Chip) -> Dispatch:
 
 
 def applies_experts_in_stages(chunks: int) -> bool:
-    """Returns whether each of two exchanges overlaps with half of the experts' work.
+    """Returns whether two exchanges each overlap with half the experts' work.
 
     A TPU runs one exchange at a time.
     """
@@ -64,6 +64,6 @@ def applies_experts_in_slots(average: float) -> bool:
 
 
 def gathers_apart() -> bool:
-    """Returns whether a separate instruction should gather rows that are summed, as on TPUs."""
+    """Returns whether to gather summed rows by a separate instruction."""
     chip = traced_chip()
     return not traced_for_cpu() if chip is None else chip.torus

@@ -26,8 +26,7 @@ class Problem:
 
     Attributes:
       shapes: of the local operands; for experts, of tokens and their choices.
-      forward: flows of the forward pass.
-      backward: flows of the backward pass; empty if one algorithm serves both.
+      backward: flows; empty if one algorithm serves both passes.
       needed: average number of devices that a token needs.
       chip: None: unknown.
       devices: of the whole mesh.
@@ -65,7 +64,7 @@ class Problem:
 
     @cached_property
     def spans_a_torus(self) -> bool:
-        """Returns whether disjoint rings are known to have more links than one ring."""
+        """Returns whether disjoint rings are known to add links."""
         # One ring may have all links of two devices of a chip on one axis.
         axes = self.ring.stages()
         if len(axes) == 1:
@@ -86,7 +85,7 @@ class Problem:
 
     @property
     def innermost(self) -> bool:
-        """Returns whether the ring's devices are neighbours in the mesh: its axes are the last."""
+        """Returns whether its axes are the mesh's last, so devices are neighbours."""
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         axes = [name for name, size in sizes.items() if size > 1]
         within = [name for name in self.ring.names if sizes.get(name, 1) > 1]  # more than a device

@@ -45,7 +45,6 @@ def _not_in_chunks(problem: Problem) -> str:
 
 
 def row_chunks_time(problem: Problem, chunks: int) -> float:
-    """Predicts the seconds of flows in chunks of rows."""
     chip, flows, size = problem.figures, problem.forward, problem.ring.size
     shared = problem.messages("collective")
     work = sum((work_time(chip, flow, chunks, 0.0) for flow in flows), 0.0)

@@ -45,12 +45,12 @@ class Asked:
 
 
 def decide(asked: Asked) -> Any:
-    """Returns the decision for a site's part, `auto` if nothing was tried."""
+    """Returns a part's decision, `auto` if nothing was tried."""
     return AUTO if using.value is None else using.value.decide(asked)
 
 
 def imposed() -> Mode | None:
-    """Returns the mode that a trial imposes on all sites, if any."""
+    """Returns the mode that a trial imposes on all sites."""
     trial = imposing.value
     if trial is None:
         return None
@@ -89,7 +89,7 @@ def _wire_text(wire: Any) -> str:
 
 
 def settled(problem: Problem) -> Problem:
-    """Replaces `auto` by the fastest modes that were found, or all modes by an imposed one."""
+    """Replaces `auto` by the fastest modes found, or all by an imposed one."""
     ring = problem.ring
     if ring.size > 1 and (mode := imposed()) is not None:
         return replace(problem, ring=replace(ring, mode=mode, backward=mode))
@@ -110,7 +110,7 @@ def _modes_of(ring: Ring) -> tuple[str, ...]:
 
 
 def settled_chunks(problem: Problem) -> int | None:
-    """Returns the fastest number of row chunks that was found; None: `auto` decides."""
+    """Returns the fastest number found; None: `auto` decides."""
     if not is_tuning() or problem.ring.size == 1:
         return None
     chunks = _decide(problem, "row chunks", tuple(map(str, ROW_CHUNKS)))
@@ -118,7 +118,7 @@ def settled_chunks(problem: Problem) -> int | None:
 
 
 def settled_dispatch(problem: Problem) -> Dispatch | None:
-    """Returns the fastest dispatch of tokens that was found; None: `auto` decides."""
+    """Returns the fastest dispatch found; None: `auto` decides."""
     if not is_tuning() or problem.ring.size == 1:
         return None
     dispatch: Any = _decide(problem, "dispatch", DISPATCHES)

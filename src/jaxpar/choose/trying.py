@@ -41,5 +41,4 @@ def trying(trial: Trial) -> Generator[None]:
 
 
 def is_trying() -> bool:
-    """Returns whether a trial is under way."""
     return isinstance(using.value, Trial)

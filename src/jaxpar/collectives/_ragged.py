@@ -39,12 +39,12 @@ class Slices(NamedTuple):
 
 
 def swap(x: Shaped[Array, " blocks *block"], ring: Ring) -> Shaped[Array, " blocks *block"]:
-    """Sends block d of dimension 0 to device d, and returns the received blocks."""
+    """Sends block d of dimension 0 to device d."""
     return lax.all_to_all(x, ring.names, 0, 0, tiled=True)
 
 
 def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) -> Output:
-    """Returns `output` with all received slices written to it; has no derivative."""
+    """Writes all received slices to `output`; has no derivative."""
     if not operand.size or not output.size:
         return output
     if output.dtype == bool:
@@ -294,7 +294,7 @@ _exchange_back.defvjp(_back_fwd, _back_bwd)
 
 
 def _overlap(slices: Slices) -> Bool[Array, ""]:
-    """Returns whether two slices that this device sends share a row."""
+    """Returns whether two sent slices share a row."""
     starts, sizes = slices.input_offsets, slices.send_sizes
     # Sort empty slices behind all others, so that none is between two others.
     far = jnp.iinfo("int32").max

@@ -81,17 +81,12 @@ def all_gather(
       axis: a mesh axis, several in any order, or an `Axis`.
       dim: the dimension along which blocks lie, in logical order.
       tiled: True concatenates along `dim`; False stacks along a new dimension.
-      mode: the algorithm. None: the mode of the `Axis`, or `"auto"`.
-
-        - `"naive"`, `"stationary"`: `lax.all_gather`
-        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: `lax.all_gather` of each chunk
-        - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: several rings at once, which share no link on a torus
-        - `"auto"`: bidirectional or multi-ring on TPUs, naive on GPUs, and otherwise unidirectional
-
+      mode: as in `Axis`. None: the mode of the `Axis`, or `"auto"`: bidirectional or multi-ring on
+        TPUs, naive on GPUs, and otherwise unidirectional. `"naive"` and `"stationary"` are
+        `lax.all_gather`.
       wire_dtype: `"int8"`, `"float8_e4m3fn"` or a `LowBit`: floats travel in 8 bits with scales,
-        and the derivative ignores this. Another dtype is for the derivative's sums. None: that of
-        the `Axis`.
+        and the derivative ignores the rounding. Another dtype is for the derivative's sums. None:
+        that of the `Axis`.
 
     Returns:
       The same as `lax.all_gather(x, axis, axis=dim, tiled=tiled)`, varying over `axis`.
@@ -160,8 +155,7 @@ def reduce_scatter(
 
     Raises:
       TypeError: x is of bools, or an option has the wrong type.
-      ValueError: x is typed as replicated over `axis`, n does not divide the dimension, the
-        dimension, mode or axis does not exist, or the call is outside shard_map.
+      ValueError: as `all_gather`, or n does not divide the dimension.
 
     Cost: as `all_gather`, for `x` in the wire's dtype. If n is even and there is no torus, the
     directions of a bidirectional ring differ by one block. The derivative is `all_gather`.
@@ -210,8 +204,7 @@ def all_reduce(
 
     Raises:
       TypeError: x is of bools, or an option has the wrong type.
-      ValueError: x is typed as replicated over `axis`, the mode or axis is unknown, or the call is
-        outside shard_map.
+      ValueError: as `all_gather`.
 
     Cost: each of n devices sends 2 (n-1)/n of `x`, padded to a multiple of n. Under
     `check_vma=True` the gather is `lax.all_gather`, and the derivative sends nothing. Under

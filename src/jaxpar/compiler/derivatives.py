@@ -11,8 +11,7 @@ Function = Callable[..., Any]
 
 
 def with_derivative(function: Function, fwd: Function, bwd: Function, statics: int = 1) -> Function:
-    """Returns `function(how, *operands)` with the derivative of `fwd` and `bwd`, as in
-    `jax.custom_vjp`.
+    """Returns `function(how, *operands)` with the derivative `fwd` and `bwd`, as in `jax.custom_vjp`.
 
     The first `statics` arguments are static. If `how.derived_by_jax`, JAX derives the function.
     """
@@ -38,7 +37,7 @@ def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
     """Returns two functions, each the derivative of the other in its last operand.
 
     Both are `(how, given, x)`, linear in the pytree `x`. `how` is static, and `given` a pytree of
-    integers. Integers have no derivative.
+    integers without derivative.
     """
 
     def fwd_one(how: Any, given: Any, x: Any) -> Any:

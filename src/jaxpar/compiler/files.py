@@ -27,6 +27,5 @@ def written(path: str | Path) -> Generator[Path, None, None]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text completely or not at all."""
     with written(path) as half:
         half.write_text(text)

@@ -26,7 +26,7 @@ COLLECTIVES = {
 
 
 def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
-    """Returns the jaxprs in an equation's parameters: bodies, branches, called functions."""
+    """Returns jaxprs in parameters: bodies, branches, called functions."""
     leaves = jax.tree.leaves(list(params.values()))
     opened = (leaf.jaxpr if isinstance(leaf, core.ClosedJaxpr) else leaf for leaf in leaves)
     return [leaf for leaf in opened if isinstance(leaf, core.Jaxpr)]
@@ -46,5 +46,4 @@ def named_axes(jaxpr: core.Jaxpr) -> set[str]:
 
 
 def type_of(x: core.Var | core.Literal) -> Any:
-    """Returns the type of a variable or literal, with shape and dtype."""
     return x.aval

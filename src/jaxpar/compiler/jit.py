@@ -36,7 +36,7 @@ def jit(
         returned.
       mesh: of the program's devices. None: the context mesh (`jax.set_mesh`), or the default
         devices.
-      compiler_options: a mapping of more options, or of other values; `{}` for none.
+      compiler_options: a mapping that extends or overrides the chip's options. None: only these.
       tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: the surrounding one.
       **settings: as for `jax.jit`.
 
@@ -90,7 +90,7 @@ class Jitted:
         self._within: Any = jax.jit(fun, **settings)  # for calls from another `Jitted`
 
     def over(self, base: Options) -> tuple[Jitted, Options]:
-        """Returns the function with `base` instead of the chip's options, and its options."""
+        """Returns the function with `base` for the chip's options, and its options."""
         new = Jitted(self._fun, self._mesh, self._more, self._tuning, self._settings, base)
         return new, {**base, **self._more}
 
@@ -99,12 +99,10 @@ class Jitted:
         return Jitted(caller, self._mesh, self._more, self._tuning, {}, self._base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function."""
         with self.ready() as jitted:
             return jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds the function to an instance."""
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +143,7 @@ class Jitted:
             yield jitted
 
     def _require(self, outer: Options) -> None:
-        """Raises if the outermost function lacks this one's options."""
+        """Raises if the outermost function lacks these options."""
         missing = {name: value for name, value in self._more.items() if outer.get(name) != value}
         if missing:
             name = getattr(self._fun, "__name__", self._fun)
@@ -164,19 +162,19 @@ class Jitted:
 
 
 def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
-    """Returns `fn` jitted, and its options: `options`, and its own from `jaxpar.jit`."""
+    """Returns `fn` jitted with `options` and its own, and all options."""
     if isinstance(fn, Jitted):
         return fn.over(options)
     return fn if hasattr(fn, "trace") else Jitted(fn, None, {}, None, {}, options), options
 
 
 def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `caller`, which calls `fn`, jitted like `fn` if that is of `jaxpar.jit`."""
+    """Returns `caller` of `fn`, jitted like `fn` if by `jaxpar.jit`."""
     return fn.calling(caller) if isinstance(fn, Jitted) else caller
 
 
 @contextmanager
 def enclosing(fn: Any) -> Generator[None]:
-    """Traces `fn` as a part of others, with its own options if it is of `jaxpar.jit`."""
+    """Traces `fn` as a part of others, with its own options."""
     with fn.ready() if isinstance(fn, Jitted) else nullcontext():
         yield

@@ -73,7 +73,7 @@ def compiled_with(options: Any) -> Generator[None]:
     Cost: programs that were traced with other options are traced again.
 
     `mode="auto"` depends on options, which tracing cannot see. Without this, it reads them from the
-    environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), and warns on chips that need some.
+    environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), and warns if a chip needs some and has none.
 
     Example:
       >>> options = compiler_options()
@@ -88,7 +88,6 @@ def compiled_with(options: Any) -> Generator[None]:
 
 
 def options_like(options: Any) -> Options:
-    """Returns a new dictionary of compiler options, or raises a `TypeError`."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise type_error(
             f"compiler options must be a mapping of names to values, got {options!r}; pass what "
@@ -98,12 +97,11 @@ def options_like(options: Any) -> Options:
 
 
 def options_of(kind: str) -> Options:
-    """Returns the options for a kind of chip."""
     return {option.name: option.value for option in compiler_of(kind).options}
 
 
 def kind_of(devices: Any, argument: str = "devices") -> str:
-    """Returns the `device_kind` of a mesh, device or target; None: of the context."""
+    """Returns a `device_kind`; None: of the context."""
     if devices is None:
         device = jax.sharding.get_abstract_mesh().abstract_device
         return jax.devices()[0].device_kind if device is None else device.device_kind

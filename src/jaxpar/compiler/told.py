@@ -114,13 +114,13 @@ _told: Any = jax.make_user_context(default_value=None)
 
 @contextmanager
 def telling(options: Options, kind: str | None = None, enclosing: bool = False) -> Generator[None]:
-    """Sets the options of what is traced here, as in `_Told`."""
+    """Sets the options of what is traced here."""
     with _told(_Told(tuple(sorted(options.items())), kind, enclosing)):
         yield
 
 
 def enclosing_options() -> Options | None:
-    """Returns the options of the enclosing function of `jaxpar.jit`, if any."""
+    """Returns the options of the enclosing function of `jaxpar.jit`."""
     told: _Told | None = _told.value
     return dict(told.options) if told is not None and told.enclosing else None
 
@@ -174,12 +174,11 @@ def _warn() -> None:
 
 
 def environment_options() -> Options:
-    """Returns options like `--name=value` and `--name` in the variables that XLA reads."""
+    """Returns options like `--name=value` and `--name` in XLA's environment variables."""
     words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
     given = [word.removeprefix("--").partition("=") for word in words]
     return {name: value or "true" for name, _, value in given}
 
 
 def compiler_of(kind: str) -> Compiler:
-    """Returns the facts of a kind of chip's compiler, or none."""
     return next((found for name, found in COMPILERS.items() if kind.startswith(name)), Compiler())

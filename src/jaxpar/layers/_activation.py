@@ -25,10 +25,10 @@ else:
 class GatedActivation:
     """An activation of gate and up together, in place of `activation(gate) * up`.
 
-    Pass it as `activation`, or use it as a decorator.
+    As `activation`, or as a decorator.
 
     Args:
-      function: an elementwise `function(gate, up)` of two arrays of one shape.
+      function: elementwise, of two arrays of one shape.
 
     Raises:
       TypeError: `function` is not callable.
@@ -48,7 +48,7 @@ class GatedActivation:
       >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
       (2, 16, 4)
 
-    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025), for such a function.
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025).
     """
 
     function: Callable[[Array, Array], Array]
@@ -61,7 +61,6 @@ class GatedActivation:
 
 
 def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
-    """Returns the hidden features, computed from gate and up, or from up alone."""
     given = up if gate is None else gate
     if not isinstance(activation, GatedActivation):
         active = _call(activation, "wrap a function of gate and up in GatedActivation", given)

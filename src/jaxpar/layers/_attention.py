@@ -1,4 +1,4 @@
-"""Attention with sharded heads, in any number, and the layout of heads over devices."""
+"""Attention with sharded heads, in any number."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class HeadLayout:
     """A layout of attention heads over devices, made by `head_layout`.
 
     Query head `j` uses key and value head `j // (heads // kv_heads)`. Query heads from `heads` on
-    are padding, which `parallel_attention` masks.
+    are padding; `parallel_attention` masks them.
 
     Attributes:
-      heads: the number of query heads.
-      kv_heads: the number of key and value heads, which divides `heads`.
-      shards: the number of devices.
+      heads: query heads.
+      kv_heads: key and value heads; divides `heads`.
+      shards: devices.
 
     Example:
       >>> layout = head_layout(6, 2, 4)
@@ -56,12 +56,12 @@ class HeadLayout:
 
     @property
     def padded_heads(self) -> int:
-        """Returns the smallest multiple of `shards` that holds all query heads."""
+        """Returns `heads`, rounded up to a multiple of `shards`."""
         return self.local_heads * self.shards
 
     @property
     def local_heads(self) -> int:
-        """Returns the number of query heads of a shard, padding included."""
+        """Returns a shard's number of query heads, padding included."""
         return -(-self.heads // self.shards)
 
     @property
@@ -81,13 +81,13 @@ class HeadLayout:
         return gcd(self.local_heads, self.heads // self.kv_heads)
 
     def query_heads_of(self, shard: Any) -> Array:
-        """Returns the query heads of a shard, `int32[local_heads]`, padding included."""
+        """Returns a shard's query heads, `int32[local_heads]`, padding included."""
         return shard * self.local_heads + jnp.arange(self.local_heads, dtype="int32")
 
     def kv_heads_of(self, shard: Any) -> Array:
-        """Returns the key and value heads that a shard uses, `int32[local_kv_heads]`.
+        """Returns a shard's key and value heads, `int32[local_kv_heads]`.
 
-        A head repeats if the shard's query heads cut its group in unequal parts.
+        A head repeats if query heads cut its group in unequal parts.
         """
         heads = jnp.minimum(self.query_heads_of(shard)[:: self._run], self.heads - 1)
         return heads // (self.heads // self.kv_heads)
@@ -117,7 +117,7 @@ class HeadLayout:
 
     @public
     def pad_output(self, w: Array, dim: Integer = 0) -> Array:
-        """Pads the rows of an unsharded output weight to `padded_heads`.
+        """Pads an unsharded output weight's rows to `padded_heads`.
 
         Args:
           w: `[heads * e, ...]`.
@@ -127,8 +127,7 @@ class HeadLayout:
           `[padded_heads * e, ...]`, with zeros at the end.
 
         Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or `heads` does not divide its size.
+          TypeError, ValueError: as `pad_query`.
 
         Cost: a copy.
 
@@ -173,8 +172,7 @@ class HeadLayout:
           `[heads * e, ...]`.
 
         Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
+          TypeError, ValueError: as `unpad_query`.
 
         Cost: a copy.
 
@@ -211,22 +209,22 @@ class HeadLayout:
 
 @public
 def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayout:
-    """Returns which heads each of `shards` devices has.
+    """Returns which heads each device has.
 
     Args:
-      heads: the number of query heads.
-      kv_heads: the number of key and value heads, 1 for multi-query attention.
-      shards: the size of the axis that shards heads.
+      heads: query heads.
+      kv_heads: key and value heads, 1 for multi-query attention.
+      shards: devices that share the heads.
 
     Returns:
-      The layout. Query heads are padded to a multiple of `shards`. Key and value heads are sharded
-      if `shards` divides them, and replicated otherwise.
+      Query heads padded to a multiple of `shards`; key and value heads sharded if `shards` divides
+      them, else replicated.
 
     Raises:
       TypeError: a number is no integer.
       ValueError: `kv_heads` does not divide `heads`, or a number is not positive.
 
-    Cost: padding multiplies the work of attention by `padded_heads / heads`.
+    Cost: padding multiplies attention's work by `padded_heads / heads`.
 
     Example:
       >>> layout = head_layout(heads=5, kv_heads=5, shards=4)
@@ -265,9 +263,9 @@ def parallel_attention(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes multi-head attention with its projections, heads sharded over the axis.
+    """Computes multi-head attention and its projections, heads sharded over the axis.
 
-    `layout = head_layout(heads, kv_heads, n)` assigns any number of heads to the n devices.
+    Here `layout = head_layout(heads, kv_heads, n)`; any number of heads fits n devices.
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
@@ -278,32 +276,32 @@ def parallel_attention(
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. `attend` handles masks, positions,
-        and further axes that shard the sequence. Its arrays with an entry for each query head, such
-        as sinks, must be padded and sharded like w_q.
-      heads: the number of query heads, without padding.
-      kv_heads: the number of key and value heads.
-      biases: an array or None for each of q, k, v and o, sharded like the columns of the weight.
+        Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions, and
+        further axes of the sequence. Pad and shard its arrays with an entry per query head, such as
+        sinks, like w_q.
+      heads: query heads, without padding.
+      kv_heads: key and value heads.
+      biases: an array or None each for q, k, v, o, sharded like the weight's columns.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for q, k, v and for o.
+      fsdp_dim: as in `column_parallel_linear`; or a pair, for q, k, v and for o.
       fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
-        `P(("fsdp", "tp"))` for w_o. This needs `fsdp_dim=(1, 0)` and
+        `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)` and
         `layout = head_layout(heads, kv_heads, n * f)`, with f the size of `fsdp_axis`.
       preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
       `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads are
-      masked before and after `attend`, and their weights get zero gradients.
+      masked around `attend`; their weights get zero gradients.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: heads or columns do not fit, `attend` returns another shape, or as in
-        `column_parallel_linear` and `row_parallel_linear`.
+      ValueError: heads or columns do not fit, `attend` returns another shape, or as in the linear
+        layers.
 
-    Cost: one gather of x and one reduce-scatter of the result. From replicated weights, a device
-    projects keys and values only for its query heads, and sums the weights' gradients over `axis`.
+    Cost: one gather of x, one reduce-scatter of the result. Replicated w_k and w_v project only
+    this device's heads; their gradients are summed over `axis`.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)
@@ -317,7 +315,7 @@ def parallel_attention(
       >>> f(jnp.ones((3, 24, 16)), layout.pad_query(q), kv, kv, layout.pad_output(o)).shape
       (3, 24, 16)
 
-    Source: Shoeybi et al., "Megatron-LM" (2019); Ainslie et al., "GQA" (2023), for shared heads.
+    Source: Shoeybi et al., "Megatron-LM" (2019); Ainslie et al., "GQA" (2023).
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
@@ -352,7 +350,7 @@ def parallel_attention(
 
 @dataclass(frozen=True)
 class _OwnHeads:
-    """The heads of this device: `blocks` shards of the layout."""
+    """This device's heads: `blocks` shards of the layout."""
 
     layer: Projection
     layout: HeadLayout
@@ -367,7 +365,7 @@ class _OwnHeads:
         return self.layout.local_kv_heads * self.blocks
 
     def select(self, name: str, whole: Num[Array, "*into columns"]) -> Num[Array, "*into own"]:
-        """Takes this device's heads from the columns of a replicated weight."""
+        """Takes this device's heads from a replicated weight."""
         if name == "w_q" or self.layout.kv_sharded:
             return whole
         index = self._of_blocks(self.layout.kv_heads_of)
@@ -380,7 +378,6 @@ class _OwnHeads:
         return own.reshape(*whole.shape[:-1], self.kv_count * size)
 
     def mask(self, x: Num[Array, "*tokens heads size"]) -> Num[Array, "*tokens heads size"]:
-        """Replaces padding heads by zeros."""
         if self.layout.padded_heads == self.layout.heads:
             return x
         real = self._of_blocks(self.layout.query_heads_of) < self.layout.heads
@@ -404,7 +401,6 @@ class _OwnHeads:
             )
 
     def _of_blocks(self, heads_of: Callable[[Any], Array]) -> Int[Array, " heads"]:
-        """Returns the heads of all this device's shards."""
         index = self.layer.ring.index()
         # If fsdp shards first, a gather over it joins shards that are ring.size apart.
         stride = self.layer.ring.size
@@ -414,7 +410,7 @@ class _OwnHeads:
 def _layout(
     layer: Projection, heads: int, kv_heads: int, fsdp_first: bool, dims: tuple[int, int]
 ) -> tuple[HeadLayout, int]:
-    """Returns the layout of heads, and how many of its shards a device has."""
+    """Returns the layout, and a device's shards of it."""
     if not fsdp_first:
         return head_layout(heads, kv_heads, layer.ring.size), 1
     if layer.fsdp is None or dims != (1, 0):

@@ -1,6 +1,5 @@
-"""Attention between some queries and some keys: partial softmax, its merge, its gradients.
-
-Arrays are grouped by key and value head, with positions next to last.
+"""Attention between some queries and some keys. Arrays are grouped by key and value head, with
+positions next to last.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ class SoftmaxState(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys with the values and segments that travel with them."""
+    """Keys, values and segments, which travel together."""
 
     k: OfKeys
     v: OfValues
@@ -42,14 +41,12 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The computation of scores: product, scale and cap."""
-
     scale: float
     precision: Any
     softcap: float | None = None
 
     def product(self, subscripts: str, left: Array, right: Array) -> Array:
-        """Multiplies over all batch dimensions, with sums in float32 or wider."""
+        """Multiplies over batch dimensions, with sums at least float32."""
         return jnp.einsum(
             subscripts,
             left,
@@ -59,13 +56,12 @@ class Scores:
         )
 
     def __call__(self, q: Queries, k: OfKeys) -> OfPairs:
-        """Returns the scores of all pairs, without a mask."""
+        """Returns the scores of all pairs, without mask."""
         scores = self.product("...grqe,...gke->...grqk", q, k)
         scores = scores * jnp.asarray(self.scale, scores.dtype)
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
     def through_cap(self, scores: OfPairs, gradients: OfPairs) -> OfPairs:
-        """Returns the gradients of scores before the cap."""
         if self.softcap is None:
             return gradients
         return gradients * (1 - jnp.square(scores / self.softcap))
@@ -73,13 +69,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tile:
-    """A span of queries, the span of keys that they attend to, and the mask between them.
+    """A span of queries, the keys that they attend to, and the mask between.
 
     A span is a first position and a length. First positions and the mask may be traced.
 
     Attributes:
-      queries: the span of queries.
-      keys: the span of keys.
       least: the least number of a query minus that of a key it sees. None: no bound.
       most: the largest such difference. None: no bound.
       seen: whether any pair is seen.
@@ -92,7 +86,6 @@ class Tile:
     seen: Any = True
 
     def when(self, seen: Any) -> "Tile":
-        """Returns the tile, computed only if `seen` holds too."""
         if self.seen is True or seen is False:
             return replace(self, seen=seen)
         return self if seen is True or self.seen is False else replace(self, seen=self.seen & seen)
@@ -125,8 +118,6 @@ class Tile:
 
 @dataclass(frozen=True)
 class Backward:
-    """The inputs of a tile's gradients besides keys and values."""
-
     q: Queries
     ct: Results  # the cotangent of the result
     top: OfQueries  # the highest of all scores
@@ -146,7 +137,7 @@ def attend(
     keys: Keys,
     segments: Segments | None = None,
 ) -> SoftmaxState:
-    """Returns the softmax state of a tile, with `out` a sum."""
+    """Returns a tile's softmax state, with `out` a sum."""
     q, segments = cut(q, tile.queries), _cut_segments(segments, tile.queries)
     keys = _cut_keys(keys, tile.keys)
     logits = tile.mask(scores(q, keys.k), segments, keys.segments)
@@ -159,12 +150,11 @@ def attend(
 
 
 def mean_of(sums: SoftmaxState) -> SoftmaxState:
-    """Returns the state with `out` as a mean."""
     return sums._replace(out=sums.out * _column(inverse_of(sums.total)))
 
 
 def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> SoftmaxState:
-    """Merges `part`, of some queries and new keys, into the state of all queries."""
+    """Merges `part`, of some queries and new keys."""
     before = SoftmaxState(
         cut(state.out, queries),
         cut(state.top, queries, -1),
@@ -184,7 +174,6 @@ def merge(state: SoftmaxState, queries: tuple[Any, int], part: SoftmaxState) -> 
 
 
 def join_sinks(state: SoftmaxState, sinks: Float[Array, "groups repeats"]) -> SoftmaxState:
-    """Adds one score a head, without a value, to the softmax."""
     wide = _of_heads(sinks, state.top)
     # As in `attend`, the shift needs no derivative.
     top = lax.stop_gradient(lax.max(state.top, wide))
@@ -196,14 +185,12 @@ def join_sinks(state: SoftmaxState, sinks: Float[Array, "groups repeats"]) -> So
 def gradient_of_sinks(
     sinks: Float[Array, "groups repeats"], at: Backward
 ) -> Float[Array, "groups repeats"]:
-    """Returns the gradient of the sinks."""
     weights = jnp.exp(_of_heads(sinks, at.top) - at.top) * at.inverse
     batch = range(at.top.ndim - 3)
     return -jnp.sum(weights * at.inner, axis=(*batch, -1))
 
 
 def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Sums) -> Sums:
-    """Adds the gradients of a tile to `sums`."""
     (dq, dk, dv), queries = sums, tile.queries
     q, ct = cut(at.q, queries), cut(at.ct, queries)
     k, v, of_keys = _cut_keys(keys, tile.keys)
@@ -231,7 +218,7 @@ def add_gradients(scores: Scores, tile: Tile, at: Backward, keys: Keys, sums: Su
 
 
 def inverse_of(total: OfQueries) -> OfQueries:
-    """Returns 1 / total, where a total is at least 1, or 0 if no key is seen."""
+    """Returns 1 / total, or 0 if no key is seen. Other totals are at least 1."""
     return 1 / jnp.maximum(total, 0.5)  # not 1: at a tie, maximum has half the derivative
 
 
@@ -254,7 +241,6 @@ def _cut_segments(
 
 
 def cut(x: Array, span: tuple[Any, int], dim: int = -2) -> Array:
-    """Returns the positions of a span."""
     start, size = span
     if size == x.shape[dim]:
         return x
@@ -262,7 +248,6 @@ def cut(x: Array, span: tuple[Any, int], dim: int = -2) -> Array:
 
 
 def put(x: Array, part: Array, span: tuple[Any, int], dim: int = -2) -> Array:
-    """Replaces the positions of a span."""
     start, size = span
     if size == x.shape[dim]:
         return part

@@ -1,7 +1,4 @@
-"""The forward and backward pass of ring attention.
-
-A tile is a span of queries and the span of keys that they attend to.
-"""
+"""The forward and backward pass of ring attention, tile by tile of queries and keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +45,7 @@ KEPT = "attention"
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None) -> Results:
-    """Computes attention to the keys of all devices. All operands vary over the same axes."""
+    """Computes attention. All operands vary over the same axes."""
     return _forward(method, q, keys, sinks).out
 
 
@@ -176,7 +173,6 @@ attention.defvjp(_fwd, _bwd)
 
 
 def _if_seen(tile: Tile, compute: Callable[[Any], Any], state: Any) -> Any:
-    """Returns `compute(state)`, or `state` if the tile sees no pair."""
     if tile.seen is True:
         return compute(state)
     return control_flow.cond(tile.seen, compute, lambda state: state, state)

@@ -1,7 +1,6 @@
-"""The tiles of queries and keys that a device computes.
+"""The tiles, spans of queries and the keys they attend to, that a device computes.
 
-A tile is a span of queries and the span of keys that they attend to. A run is a span of adjacent
-positions. A lane is a part of a block that travels by itself.
+A run is a span of adjacent positions. A lane is a part of a block that travels by itself.
 """
 
 from collections.abc import Sequence
@@ -24,13 +23,11 @@ RUNS = 8
 
 @dataclass(frozen=True)
 class RingAttention:
-    """The settings of ring attention, forward and backward.
+    """The settings of ring attention.
 
     Attributes:
-      way: the algorithm that moves keys and values.
       window: how many positions a query sees before its own, and after it. None: all.
-      zigzag: whether a device holds an early and a late chunk. False if queries see all positions.
-      scores: how scores are computed.
+      zigzag: whether a device holds an early and a late chunk.
     """
 
     way: Way
@@ -44,11 +41,11 @@ class RingAttention:
 
     @property
     def chunks(self) -> int:
-        """Returns the number of chunks, runs of adjacent positions, in a block."""
+        """Returns the number of runs in a block."""
         return 2 if self.zigzag else 1
 
     def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
-        """Returns the local block's tiles: those of each run, and those between runs."""
+        """Returns tiles of each run, and between runs."""
         # If there are more than two runs, none is shorter than the window: it sees its neighbours.
         runs = self._runs(length)
         if self.window == (None, None):
@@ -66,7 +63,6 @@ class RingAttention:
         return each, [tile for tile in rest if tile.seen is not False]
 
     def tiles(self, queries: int, keys: int, source: Int[Array, ""], lane: int) -> list[Tile]:
-        """Returns the tiles of another device's block or lane."""
         if self.window == (None, None):
             return [Tile((0, queries), (0, keys))]
         index, n = self.way.ring.index().astype("int32"), self.way.ring.size
@@ -75,7 +71,7 @@ class RingAttention:
         early_keys, late_keys = (0, columns), (columns, columns)
 
         def after(chunks: Any) -> Any:
-            """Returns how far queries come after a lane that is `chunks` chunks earlier."""
+            """Returns the queries' distance after a lane `chunks` chunks earlier."""
             return chunks * rows - lane * columns
 
         before = source < index
@@ -105,7 +101,6 @@ class RingAttention:
         return [tile for tile in tiles if tile.seen is not False]
 
     def _runs(self, length: int) -> list[tuple[int, int]]:
-        """Returns starts and sizes of the runs of local positions."""
         chunk, most = length // self.chunks, 2 // self.chunks
         widest = _widest(*self.window)
         if widest is not None:
@@ -125,7 +120,7 @@ class RingAttention:
         after: Any,
         past: Any = None,
     ) -> Tile:
-        """Returns the tile of two runs of positions, cut to the window."""
+        """Returns the tile of two runs within the window."""
         # `after` is the first query's position minus the first key's. `past` is True if all keys
         # are before all queries, False if after them, and None if positions are the same.
         left, right = self.window
@@ -146,7 +141,7 @@ class RingAttention:
         return _bounded(Tile(queries, keys), least, most)
 
     def split(self, block: Any, parts: int) -> list[Any]:
-        """Splits keys into `parts` lanes, or into one if they do not divide."""
+        """Splits keys into `parts` lanes, or one if uneven."""
         # A lane has a run of every chunk, so that half of each of its tiles is seen.
         chunks, length = self.chunks, block.k.shape[-2]
         run = length // (parts * chunks)
@@ -163,7 +158,6 @@ class RingAttention:
         return [jax.tree.map(lambda x, lane=lane: part(x, lane), block) for lane in range(parts)]
 
     def join(self, lanes: list[Any]) -> Any:
-        """Joins lanes, the inverse of `split`."""
         if len(lanes) == 1:
             return lanes[0]
 
@@ -177,13 +171,13 @@ class RingAttention:
         return jax.tree.map(join, *lanes)
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
-        """Returns which lane of its block an arrival is."""
+        """Returns which lane of its block arrives."""
         # Arrivals from several directions of one ring are the same lane of different blocks.
         return number * (length // keys) // count
 
 
 def run_of(each: Sequence[Tile], tile: Tile) -> int:
-    """Returns the number of the run with a tile's queries."""
+    """Returns the number of the tile's run."""
     return max(n for n, run in enumerate(each) if run.queries[0] <= tile.queries[0])
 
 
@@ -198,7 +192,7 @@ def _choose(condition: Any, if_true: int, if_false: int) -> Any:
 
 
 def _bounded(tile: Tile, least: Any, most: Any) -> Tile:
-    """Drops bounds that exclude no pair, and sets whether any pair is seen."""
+    """Drops bounds that exclude no pair; sets `seen`."""
     rows, columns = tile.queries[1], tile.keys[1]
     lowest, highest = 1 - columns, rows - 1  # of a query's number minus a key's
     if not rows or not columns:

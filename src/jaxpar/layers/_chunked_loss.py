@@ -1,7 +1,7 @@
 """The cross-entropy of one chunk of tokens after another, and its derivative.
 
-A device computes the logits of its own columns, and saves three numbers a token. One pmax and one
-psum of them give the losses. The derivative computes the logits again.
+A device saves three numbers a token of its logits; one pmax and one psum of them give the losses.
+The derivative computes logits again.
 """
 
 from dataclasses import dataclass
@@ -28,8 +28,6 @@ Measured = tuple[Float[Array, " tokens"], Float[Array, " tokens"], Float[Array, 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """The options of the loss."""
-
     ring: Ring
     dim: int | None  # the sharded dimension of x
     vocabulary: int
@@ -41,11 +39,9 @@ class ChunkedLoss:
     precision: Any
 
     def way(self, ring: Ring, x: Array) -> Way:
-        """Returns the algorithm that moves tokens or their gradients."""
         return choose_way(Problem("loss", ring, (x.shape,), what=str(x.dtype)))
 
     def whole(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*all d"]:
-        """Returns the tokens of all devices."""
         if self.dim is None:
             return x
         (x,) = vary_alike(self.ring.names, x)
@@ -54,7 +50,7 @@ class ChunkedLoss:
     def of_tokens(
         self, x: Float[Array, "*tokens"], labels: Int[Array, "*tokens"]
     ) -> Float[Array, "*tokens"]:
-        """Returns x with 0 for ignored tokens, and NaN for wrong labels."""
+        """Returns 0 for ignored tokens, NaN for wrong labels."""
         ignored = labels == self.ignore_label  # this label is usually no column either
         wrong = ~ignored & ((labels < 0) | (labels >= self.vocabulary))
         # Not a constant NaN: `jax_debug_nans` would stop although nothing is wrong.
@@ -63,7 +59,7 @@ class ChunkedLoss:
     def chunks(
         self, x: Shaped[Array, "..."], fill: int = 0, features: int = 0
     ) -> Shaped[Array, "chunks tokens *features"]:
-        """Cuts tokens into equal chunks, the last one padded."""
+        """Cuts tokens into equal chunks, the last padded."""
         x = x.reshape(-1, *x.shape[x.ndim - features :])
         count = -(-len(x) // self.chunk)
         length = -(-len(x) // count)
@@ -77,7 +73,7 @@ class ChunkedLoss:
         w: Float[Array, "d columns"],
         labels: Int[Array, " tokens"],
     ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens columns"]]:
-        """Returns the rows, zeros if ignored, and their products with w."""
+        """Returns rows, 0 if ignored, and their products."""
         # Ignored rows may hold NaN, and NaN times a zero gradient is NaN.
         rows = jnp.where((labels == self.ignore_label)[:, None], 0, rows)
         products = jnp.einsum(
@@ -94,7 +90,7 @@ class ChunkedLoss:
         products: Float[Array, "tokens columns"],
         bias: Float[Array, " columns"] | None,
     ) -> Float[Array, "tokens columns"]:
-        """Returns the logits: with bias, capped, and -inf in padded columns."""
+        """Returns logits: biased, capped, -inf in padded columns."""
         real = columns < self.vocabulary
         if bias is not None:
             products = products + bias[None].astype(products.dtype)
@@ -105,7 +101,6 @@ class ChunkedLoss:
         return jnp.where(real, products, -jnp.inf)
 
     def columns(self, w: Float[Array, "d columns"], labels: Array) -> Int[Array, "1 columns"]:
-        """Returns the labels of the local columns."""
         first = (self.ring.index() * w.shape[1]).astype(labels.dtype)
         return (first + jnp.arange(w.shape[1], dtype=labels.dtype))[None]
 
@@ -126,7 +121,7 @@ def chunked_losses(
     bias: Float[Array, " columns"] | None,
     labels: Int[Array, "*all"],
 ) -> Float[Array, "*tokens"]:
-    """Computes the loss of each token. `labels` are those of all devices."""
+    """Computes each token's loss. `labels` are all devices'."""
     # Along the ring w and the bias vary, and x only if it is gathered along a `dim`. Over other
     # axes all operands vary alike.
     return _fwd(loss, x, w, bias, labels)[0]

@@ -37,37 +37,34 @@ def reduce_compressed_gradients(
 ) -> tuple[Tree, Tree]:
     """Sums gradients over devices in 8 bits, and returns the rounding error for the next step.
 
-    Use it in your own training loop, over slow links: between hosts, or behind a switch.
+    For slow links, between hosts or behind a switch, in your own training loop.
 
     Args:
-      grads: pytree of this device's partial sums.
+      grads: pytree of partial sums.
       axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"`, 256 numbers a scale.
-      error: the error of this device from the step before, which is added to the gradients. None:
-        the first step.
-      specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
-        that shard it. None: leaves are summed over all of `axis`.
-      key: a new key of `jax.random` in each step, for stochastic rounding. Only for int8.
+      error: this device's error of the previous step, added to the gradients. None: the first step.
+      specs: as in `reduce_gradients`.
+      key: a new `jax.random` key each step, for stochastic rounding. int8 only.
 
     Returns:
-      `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`. A
-      leaf that is typed so already stays as it is. The error has the shape of its leaf, in float32
-      or wider, and varies over `axis`: keep it sharded over the devices. All sums so far plus the
-      errors of all devices are the exact sums.
+      `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`; a
+      leaf typed so already stays as it is. The error has its leaf's shape, in float32 or wider, and
+      varies over `axis`: keep it sharded. All sums so far plus all devices' errors are exact.
 
-      Integers, and leaves of fewer than 2^14 numbers, are summed by a psum. Their error has shape
-      [0], except for floats of fewer than 32 bits.
+      Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0],
+      except for floats of fewer than 32 bits.
 
-      If a gradient is not finite, all sums that share its scale are NaN, and all devices keep their
-      previous errors. Skip this step, and the next one is right.
+      If a gradient is not finite, all sums that share its scale are NaN, and all errors stay as
+      before. Skip this step, and the next is right.
 
     Raises:
       TypeError: a leaf is boolean, the wire has more than 8 bits, or an option has the wrong type.
       ValueError: `specs` is no prefix of `grads`, the error does not fit, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather the
+    Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather
     sums. Behind a switch this is half of a bfloat16 psum. On a ring of 8 or more devices, the
-    all-to-all alone loads links more than a bfloat16 reduce-scatter. The error takes 4 bytes a
-    parameter, and twice that until all sums are there.
+    all-to-all alone loads links more than a bfloat16 reduce-scatter. Errors take 4 bytes a
+    parameter, twice that until all sums are there.
 
     Example:
       >>> mesh = make_mesh("dp=8")
@@ -77,8 +74,8 @@ def reduce_compressed_gradients(
       >>> float(sums[0, 0]), error.shape
       (8.0, (1024, 128))
 
-    Source: error feedback of Seide et al., "1-bit stochastic gradient descent" (2014), and
-    Karimireddy et al., "Error feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).
+    Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error
+    feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).
     """
     ring = bind(axis)
     wire = ring.wire_dtype
@@ -117,7 +114,7 @@ def reduce_compressed_gradients(
 
 
 def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "..."]:
-    """Returns a leaf's error before this step, of shape [0] if its sum is exact."""
+    """Returns the last error, [0] if sums are exact."""
     is_exact = leaf.size < SMALL and leaf.dtype.itemsize >= 4
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_exact or ring.size == 1:
         return jnp.zeros(0)
@@ -133,7 +130,6 @@ def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "...
 
 
 def _all_finite(sums: list[Array], lost: list[Array], axes: set[str]) -> Bool[Array, ""]:
-    """Returns whether all sums are finite on all devices along these axes."""
     floats = [x for x in sums if jnp.issubdtype(x.dtype, jnp.inexact)]
     bad = sum((jnp.any(~jnp.isfinite(x)).astype("int32") for x in floats), start=jnp.int32(0))
     # If an error does not vary over an axis, its condition must not vary over it either.
@@ -151,7 +147,6 @@ def _key_of(key: Array | None, number: int, ring: Ring) -> Array | None:
 def _sum_wide(
     ring: Ring, leaf: Float[Array, "*shape"], before: Float[Array, "*shape"]
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """Returns the sum of a small leaf, and what its dtype lost."""
     wide = vary_over(ring.names, leaf.astype(before.dtype) + before)
     total = lax.psum(wide, ring.names)
     rounded = optimization_barrier(total.astype(leaf.dtype))
@@ -166,7 +161,7 @@ def _sum_rounded(
     leaf: Float[Array, "*shape"],
     before: Float[Array, "*shape"],
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """Returns the 8-bit sum of a leaf, and what this device lost."""
+    """Returns the 8-bit sum, and what it lost."""
     n, dtype = ring.size, leaf.dtype
     own = vary_over(ring.names, leaf.astype(before.dtype) + before)
     columns = how.columns or own.shape[-1]

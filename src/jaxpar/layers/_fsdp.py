@@ -35,11 +35,7 @@ OR_WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
 
 @dataclass(frozen=True)
 class Shards(Blocks):
-    """The sharding of a pytree's leaves over mesh axes.
-
-    Attributes:
-      dims: the sharded dimension of each leaf, None for an unsharded leaf.
-    """
+    """A sharding of leaves; `dims` is None if unsharded."""
 
     dims: tuple[int | None, ...] = ()
 
@@ -50,14 +46,14 @@ def gather_shards(shards: Shards, leaves: Leaves) -> Leaves:
 
 
 def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
-    """Returns shards of the summed gradients of full leaves. None stays None."""
+    """Returns shards of summed gradients. None stays None."""
     return scatter_sums(shards, None, gradients)
 
 
 def bind_shards(
     leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool] | None = None
 ) -> Shards:
-    """Returns how `leaves` are sharded. `scales` marks scales of quantized values."""
+    """Binds leaves' sharding. `scales` marks quantized values' scales."""
     counted: list[int | None] = []
     for x, dim in zip(leaves, dims, strict=True):
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
@@ -84,7 +80,7 @@ _WHOLE = object()
 
 
 def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
-    """Returns the entry of `dim`, a pytree prefix, for each leaf of `tree`."""
+    """Returns each leaf's entry of `dim`, a prefix."""
     # In dim, None is an entry. In the tree, it is a place without a leaf.
     marked = jax.tree.map(
         lambda entry: _WHOLE if entry is None else entry, dim, is_leaf=lambda entry: entry is None
@@ -100,7 +96,6 @@ def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
 
 
 def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
-    """Types sharded leaves as varying over the axes that shard them."""
     axes = [name for way in shards.stages for name in way.ring.names]
     return [
         x if dim is None else vary_over(axes, x) for x, dim in zip(leaves, shards.dims, strict=True)
@@ -109,22 +104,21 @@ def vary_sharded(shards: Shards, leaves: list[Array]) -> list[Array]:
 
 @public
 def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
-    """Gathers sharded parameters. The derivative reduce-scatters their gradients.
+    """Gathers sharded parameters; the derivative reduce-scatters gradients.
 
     Args:
-      tree: pytree of local shards. Values of a `Quantized` travel as they are.
+      tree: pytree of local shards. A `Quantized` travels as it is.
       axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, which is naive unless
-        `jaxpar.tuned` finds a faster mode. Its `wire_dtype` is for sums of gradients. None: their
-        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row.
-        Gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves travel and
-        arrive in bfloat16, and their gradients are summed and returned in float32.
-      dim: the sharded dimension of a leaf, None for an unsharded one. One entry for all leaves, or
-        a pytree prefix.
+        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`: naive unless
+        `jaxpar.tuned` finds a faster one. Its `wire_dtype` is for sums of gradients. None: their
+        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row,
+        which gradients ignore. With `gather_dtype="bfloat16"`, float32 leaves travel and arrive in
+        bfloat16; their gradients are summed and returned in float32.
+      dim: a leaf's sharded dimension, None if unsharded; one for all, or a pytree prefix.
 
     Returns:
-      The full parameters, varying over `axis` where they were gathered. Autodiff saves them for the
-      backward pass. `jax.checkpoint`, `fsdp_linear` and `fsdp_scan` gather them again instead.
+      The full parameters, varying over `axis` where gathered. Autodiff saves them for the backward
+      pass; `jax.checkpoint`, `fsdp_linear` and `fsdp_scan` gather again.
 
     Raises:
       TypeError: an option has the wrong type.
@@ -154,7 +148,6 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
 def whole_bias(
     weight: str, bias: Array, columns: int, fsdp: Ring | None
 ) -> Num[Array, " {columns}"]:
-    """Returns the full bias of a weight, gathered over `fsdp` if sharded."""
     if bias.shape == (columns,):
         return bias
     if fsdp is not None and checks_varying(fsdp.names):
@@ -176,7 +169,7 @@ def whole_bias(
 def add_bias(
     y: Num[Array, "*tokens columns"], bias: Num[Array, " columns"]
 ) -> Num[Array, "*tokens columns"]:
-    """Returns y + bias; the bias's gradient is summed in float32 or wider."""
+    """Adds a bias; its gradient is summed at least in float32."""
     if loses_parts(bias.dtype, y.dtype):
         raise type_error(f"the bias is {bias.dtype}, but the result {y.dtype}; cast one of them")
     wide = vary_wide(varying_axes(y), bias.astype(y.dtype))
@@ -194,7 +187,7 @@ def fsdp_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `x @ all_gather(w) + bias`, block by block as blocks of w arrive.
+    """Computes `x @ all_gather(w) + bias`, block by block as w arrives.
 
     Args:
       x: local `[..., k]`, this device's share of the batch.
@@ -202,14 +195,14 @@ def fsdp_linear(
         `gather_dtype`, if any, it has the dtype of x.
       axis: mesh axes that shard w, or an `Axis` with a mode as in `all_gather_matmul`. Its
         `wire_dtype` is for sums of w's gradient, or with 8 bits for w itself. None: their own
-        dtype. With a `gather_dtype`, the gradient is summed and returned in the dtype of w.
-      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded over it.
+        dtype. With a `gather_dtype`, the gradient is summed and returned in w's dtype.
+      bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded.
       dim: the sharded dimension of w.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      Local `[..., m]`, varying over `axis` and all axes of the operands.
+      Local `[..., m]`, varying over `axis` and the operands' axes.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
@@ -217,9 +210,9 @@ def fsdp_linear(
         unknown.
 
     Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
-    `keep_gathered=True`, which saves it. It reduce-scatters w's gradient, (n-1)/n in the wire's
-    dtype. In the ring modes all this overlaps with matmuls, and the full weight never exists unless
-    it is saved. A sharded bias is gathered by itself.
+    `keep_gathered=True`, which saves it; and (n-1)/n of w's gradient in the wire's dtype. In ring
+    modes all this overlaps with matmuls, and the full weight exists only if saved. A sharded bias
+    is gathered by itself.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

@@ -1,4 +1,4 @@
-"""A scan over layers that gathers weights for use and never saves the gathered ones."""
+"""A scan over layers that gathers weights for use and never saves them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ Arrays = list[Any]
 
 
 def is_float(x: Any) -> bool:
-    """Returns whether an array has gradients."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def floats_of(arrays: Arrays) -> Arrays:
-    """Returns the floats among `arrays`."""
     return [x for x in arrays if is_float(x)]
 
 
@@ -54,7 +52,7 @@ def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
 
 
 def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
-    """Returns the gradients of all arrays, float0 zeros if they are no floats."""
+    """Returns all gradients, float0 zeros for no floats."""
     given = iter(of_floats)
     return [
         next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
@@ -65,11 +63,9 @@ def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["tree", "places"])
 @dataclass(frozen=True)
 class KeptResiduals:
-    """The residuals that a policy saves in a layer, without the layer's inputs.
+    """The residuals a policy saves, without the layer's inputs.
 
     Attributes:
-      arrays: these residuals.
-      tree: the structure of the pullback.
       places: for each leaf of the pullback, its place among the inputs, or None if in `arrays`.
     """
 
@@ -78,7 +74,7 @@ class KeptResiduals:
     places: tuple[int | None, ...]
 
     def pullback(self, inputs: Arrays) -> Any:
-        """Returns the pullback, from inputs whose weights were gathered again."""
+        """Returns the pullback from inputs with regathered weights."""
         given = iter(self.arrays)
         leaves = [next(given) if place is None else inputs[place] for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
@@ -86,8 +82,6 @@ class KeptResiduals:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer as a function of lists of arrays."""
-
     jaxpr: Any  # from (consts; weights, state) to the next state
     shards: Shards
     count: int  # the number of layers
@@ -97,14 +91,13 @@ class Layer:
         return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))(*weights, *state)
 
     def gather(self, stacked: Arrays, index: Any, after: Arrays) -> tuple[Arrays, Arrays]:
-        """Gathers a layer's weights once `after` is computed, and returns both."""
+        """Gathers weights once `after` is computed; returns both."""
         own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
         # Otherwise a compiler could gather more layers at once than memory holds.
         own, after = optimization_barrier((own, after))
         return gather_shards(self.shards, own), after
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
-        """Returns this device's shards of the weights' summed gradients."""
         given = iter(gradients)
         of_all = [next(given) if is_float(x) else None for x in weights]
         scattered: Any = scatter_gradients(self.shards, of_all)
@@ -113,7 +106,7 @@ class Layer:
     def keep(
         self, consts: Arrays, weights: Arrays, state: Arrays
     ) -> tuple[Arrays, Arrays | KeptResiduals]:
-        """Returns the next state, and the residuals without the layer's inputs."""
+        """Returns the next state and the residuals."""
         if self.policy is None:
             return self(consts, weights, state), []
         trees: list[Any] = []
@@ -141,7 +134,7 @@ class Layer:
         kept: Arrays | KeptResiduals,
         cts: Arrays,
     ) -> Any:
-        """Returns the gradients of the floats among consts, weights and state."""
+        """Returns gradients of floats."""
         # To compute a layer again before another is done would take the memory of both. Weights
         # stay outside: the barrier waits for all of its operands, and some weights are used first.
         state, kept, cts = optimization_barrier((state, kept, cts))
@@ -150,8 +143,6 @@ class Layer:
         return self._differentiate(consts, weights, state)[1](cts)
 
     def _differentiate(self, consts: Arrays, weights: Arrays, state: Arrays) -> tuple[Arrays, Any]:
-        """Returns the next state, and the pullback of its floats."""
-
         def of_floats(c: Arrays, w: Arrays, s: Arrays) -> tuple[Arrays, Arrays]:
             out = layer(with_floats(consts, c), with_floats(weights, w), with_floats(state, s))
             return floats_of(out), out
@@ -172,33 +163,32 @@ def fsdp_scan(
     dim: TreeDim = 0,
     policy: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Applies layer after layer, and gathers each layer's weights where they are used.
+    """Applies layer after layer, each gathering its weights for use.
 
     Args:
-      layer_fn: `(params, x) -> x`, one layer with its full parameters. It may close over other
-        arrays, which get gradients too, and use collectives over any axis.
+      layer_fn: `(params, x) -> x`, with a layer's full parameters. It may close over arrays, which
+        get gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`.
-      x: pytree of local arrays. Every layer keeps its shapes and dtypes.
+      x: pytree of local arrays. Layers keep its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
-      dim: the sharded dimension of one layer's parameter, None for an unsharded one. One entry for
-        all, or a pytree prefix.
-      policy: which residuals a layer saves besides its input, as in `jax.checkpoint`, such as
+      dim: as in `fsdp_gather`, of one layer's parameters.
+      policy: residuals to save besides a layer's input, as in `jax.checkpoint`, such as
         `jax.checkpoint_policies.save_only_these_names("attention")`. None: none.
 
     Returns:
-      The result of the last layer. It varies over all axes of `x` and of a layer's result.
+      The last layer's result, varying over all axes of `x` and of a layer's result.
 
     Raises:
-      TypeError: a layer's result differs from its `x` in structure, shapes or dtypes, or an option
-        has the wrong type.
+      TypeError: a layer changes structure, shapes or dtypes of `x`, or an option has the wrong
+        type.
       ValueError: a leaf to gather is typed as replicated over `axis`, stacks are empty or of
         different lengths, `dim` is out of range or no prefix, or an axis is unknown.
 
-    Cost: a device sends (n-1)/n of each layer's weights forward and again backward, and as much of
-    their gradients in the wire's dtype. Residuals are the layers' inputs, the shards, and what
-    `policy` saves: never gathered weights, but possibly casts of them. The rest is computed again.
-    One layer's weights are gathered at a time. This overlaps with the layer's own work if
-    collectives are asynchronous (`jaxpar.compiler_options`). Otherwise the layer waits for them.
+    Cost: a device sends (n-1)/n of each layer's weights forward, again backward, and of their
+    gradients in the wire's dtype. Residuals are layers' inputs, the shards, and what `policy`
+    saves: never gathered weights, but possibly casts of them. The rest is recomputed. One layer's
+    weights are gathered at a time, during the layer's own work if collectives are asynchronous
+    (`jaxpar.compiler_options`); otherwise the layer waits.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -259,8 +249,6 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 
 
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
-    """Returns the last state, and the residuals."""
-
     def step(given: Arrays, index: Index) -> tuple[Arrays, tuple[Arrays, Any]]:
         weights, given = layer.gather(stacked, index, given)
         out, kept = layer.keep(consts, weights, given)
@@ -271,7 +259,6 @@ def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> An
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
-    """Returns the gradients, from the last layer to the first."""
     consts, stacked, given, kept = residuals
 
     def step(carry: Any, of_layer: Any) -> Any:
@@ -299,7 +286,6 @@ def _add(total: Arrays, more: Arrays) -> Arrays:
 
 
 def check_policy(policy: Any) -> None:
-    """Raises unless `policy` is a function or None."""
     if policy is not None and not callable(policy):
         raise type_error(
             f"policy must be a function, one of jax.checkpoint_policies, or None, got {policy!r}"
@@ -317,7 +303,7 @@ def _count_layers(stacked: Arrays) -> int:
 
 
 def _check_state(given: Any, out: Any) -> Arrays:
-    """Returns the leaves of a layer's result, or raises if their types differ."""
+    """Returns a result's leaves, or raises if types differ."""
 
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)

@@ -29,14 +29,14 @@ SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that 
 
 @public
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
-    """Computes the sum of all devices' losses divided by the sum of their weights.
+    """Returns the sum of all devices' losses over the sum of their weights.
 
-    Devices may have different numbers of tokens.
+    Numbers of tokens may differ.
 
     Args:
-      loss_sum: local float scalar, the sum of this device's losses.
-      weight: local scalar, their number or total weight, without gradient.
-      axis: mesh axes that the losses are spread over. Sums are always `lax.psum`s.
+      loss_sum: local float scalar, this device's sum of losses.
+      weight: local scalar, their number or total weight; no gradient.
+      axis: mesh axes that losses are spread over. Sums are always `lax.psum`s.
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. For a total weight
@@ -74,43 +74,41 @@ def mean_value_and_grad(
     bucket_bytes: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function that computes the mean loss and its gradient in `jax.shard_map`.
+    """Returns a function for the mean loss and its gradient in `jax.shard_map`.
 
-    Gradients equal those of a single device under either setting of `check_vma`. They are summed
-    over `axis` once, after all microbatches.
+    Gradients equal those of one device under either `check_vma`. They are summed over `axis` once,
+    after all microbatches.
 
     Args:
-      loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars: the sum of this
-        device's losses, and their number or total weight, without gradient. Each device has its own
-        share over `axis`. Both are replicated over all other axes.
-      axis: all mesh axes that losses are spread over, such as those of the batch or the sequence.
-        Sums are `lax.psum`s, of gradients in a `wire_dtype`. `()`: every device has the full loss.
-      specs: pytree prefix of `PartitionSpec`s for params, as in `in_specs`. Needed under
-        `check_vma=False`, and only checked otherwise.
-      groups: mesh axes between groups of devices with their own parameters and losses. Nothing is
-        summed over them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
-      microbatches: the number of parts into which dimension 0 of every batch leaf is cut. Their
-        gradients are accumulated in float32 or wider.
+      loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars as in `mean_loss`.
+        Each device has its own share over `axis`. Both are replicated over all other axes.
+      axis: all mesh axes that losses are spread over, such as batch or sequence axes. Sums are
+        `lax.psum`s, of gradients in a `wire_dtype`. `()`: every device has the full loss.
+      specs: pytree prefix of `PartitionSpec`s for params. Needed under `check_vma=False`, only
+        checked otherwise.
+      groups: mesh axes between groups with their own parameters and losses; nothing is summed over
+        them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
+      microbatches: parts of dimension 0 of every batch leaf. Gradients accumulate in float32 or
+        wider.
       bucket_bytes: as in `reduce_gradients`. None: one psum a leaf.
-      has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, with aux a pytree of arrays.
+      has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, aux a pytree of arrays.
 
     Returns:
-      `fn(params, *batch) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `loss` is the
-      total loss over the total weight, float32 or wider, replicated over `axis`. `grads` is its
-      gradient for the global parameters, in the dtypes and sharding of params. For a total weight
-      of 0 both are 0, or NaN if they are not finite. `aux` is this device's, stacked over
-      microbatches, `[microbatches, ...]`.
+      `fn(params, *batch) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `loss` is as
+      `mean_loss` returns it. `grads` is its gradient for the global parameters, in the dtypes and
+      sharding of params. For a total weight of 0 both are 0, or NaN if not finite. `aux` is this
+      device's, stacked `[microbatches, ...]`.
 
     Raises:
       TypeError: an option, a parameter or a result of `loss_fn` has the wrong type.
       ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
-        or varies over an axis neither in `axis` nor in `groups`. The loss is replicated over
-        `axis`, or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A
-        function in `loss_fn` gets a replicated parameter, but needs it sharded. An axis is unknown.
+        or varies over an axis neither in `axis` nor `groups`. The loss is replicated over `axis`,
+        or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A function
+        in `loss_fn` needs a parameter sharded that is replicated. An axis is unknown.
 
-    Cost: gradients of replicated parameters are summed, 2 (n-1)/n of their bytes. Over axes outside
-    `axis`, JAX sums them in each microbatch under `check_vma=True`, and once at the end otherwise.
-    `loss_fn` may be traced twice. Several microbatches hold all gradients in float32 or wider.
+    Cost: sums of replicated parameters' gradients, 2 (n-1)/n of their bytes. Over axes outside
+    `axis`, JAX sums them in each microbatch under `check_vma=True`, once at the end otherwise.
+    `loss_fn` may be traced twice. Microbatches hold all gradients in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
@@ -124,7 +122,7 @@ def mean_value_and_grad(
       >>> float(mean), grads
       (16.0, Array([8., 8., 8., 8.], dtype=float32))
 
-    Source: Li et al., as in `reduce_gradients`, for one reduction of all microbatches.
+    Source: as `reduce_gradients`.
     """
     parts = check_whole("microbatches", microbatches, 1)
     limit = check_bucket(bucket_bytes)
@@ -169,7 +167,7 @@ def mean_value_and_grad(
 
 
 def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: Ring) -> Local:
-    """Returns `loss_fn` with checked results, typed as each device's share."""
+    """Wraps `loss_fn`; types checked results as device shares."""
 
     def local(params: Any, batch: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
         result = loss_fn(params, *batch)
@@ -183,7 +181,7 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
 def _used(
     local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns the axes, except known ones, over which devices compute a loss together."""
+    """Returns unknown axes over which devices share a loss."""
     # Devices do not compute together over an axis that the loss never names. Each device has the
     # full gradient there.
     others = tuple(name for name in manual_axes() if name not in known)
@@ -197,7 +195,7 @@ def _used(
 def _accumulate(
     local: Local, parts: int, params: Any, batches: Any
 ) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
-    """Returns local loss, weight, aux and wide gradients, over all microbatches."""
+    """Returns local results and wide gradients, over microbatches."""
 
     def run(batch: Any) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
         (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params, batch)
@@ -232,7 +230,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """Returns loss and weight, typed as each device's share."""
+    """Returns loss and weight, typed as device shares."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise type_error(
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
@@ -298,7 +296,6 @@ def _check_apart(ring: Ring, apart: Ring) -> None:
 
 
 def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{parts} size ..."]:
-    """Cuts a leaf of the batch into microbatches."""
     place = jax.tree_util.keystr(path)
     if not leaf.ndim:
         raise value_error(
@@ -316,7 +313,7 @@ def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{
 
 
 def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """Returns x in the dtype of its sum; integers as floats, which do not wrap around."""
+    """Widens to the sum's dtype; floats do not wrap around."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(sum_dtype(x.dtype))
     return x.astype("float64" if x.dtype.itemsize == 8 else "float32")

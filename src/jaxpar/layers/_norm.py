@@ -25,10 +25,10 @@ _MOMENTS = "jaxpar_moments"
 
 @public
 def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | None = None) -> Array:
-    """Divides each token by the root mean square of its features, and scales it.
+    """Divides each token by its features' root mean square, and scales it.
 
     Args:
-      x: local floats `[..., d]`. Other dimensions may be sharded in any way.
+      x: local floats `[..., d]`, other dimensions sharded in any way.
       scale: floats `[d]`, replicated over the axes that shard tokens.
       eps: added to the mean square.
       axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`, or None. Sums are
@@ -65,21 +65,20 @@ def layer_norm(
     eps: Number = 1e-5,
     axis: AxisLike | None = None,
 ) -> Array:
-    """Normalizes each token to mean 0 and variance 1, and scales and shifts its features.
+    """Normalizes each token to mean 0 and variance 1, then scales and shifts it.
 
     Args:
-      x: local floats `[..., d]`. Other dimensions may be sharded in any way.
-      scale: floats `[d]`, replicated over the axes that shard tokens.
+      x: as in `rms_norm`.
+      scale: as in `rms_norm`.
       bias: like scale, or None.
       eps: added to the variance.
-      axis: mesh axes that shard features, as in `rms_norm`, or None.
+      axis: as in `rms_norm`.
 
     Returns:
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError: x, scale or bias is not of floats, or eps is no number known while tracing.
-      ValueError: scale or bias has another size, eps is negative, or the axis is unknown.
+      TypeError, ValueError: as `rms_norm`, with bias like scale.
 
     Cost: as `rms_norm`, with two psums: the mean, then the variance around it.
 
@@ -98,13 +97,10 @@ def layer_norm(
 
 @dataclass(frozen=True)
 class _Features:
-    """The last dimension of an array, sharded over a ring or not."""
-
     ring: Ring | None
     size: int
 
     def mean(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens 1"]:
-        """Returns each token's mean over all features."""
         total = jnp.sum(x, axis=-1, keepdims=True)
         total = total if self.ring is None else lax.psum(total, self.ring.names)
         return checkpoint_name(total / self.size, _MOMENTS)
@@ -140,7 +136,7 @@ _recomputed = partial(
 def _like(
     wide: Float[Array, "*tokens d"], parameter: Float[Array, " d"]
 ) -> Float[Array, "*ones d"]:
-    """Returns the parameter in the dtype of `wide`, in which its gradient is summed."""
+    """Returns the parameter in the dtype of its gradient's sum."""
     return with_rank(wide.ndim, vary_wide(varying_axes(wide), parameter.astype(wide.dtype)))
 
 

@@ -1,4 +1,4 @@
-"""The two matmuls of tensor-parallel layers: weights cut by columns, and weights cut by rows."""
+"""The matmuls of tensor-parallel layers: weights cut by columns, and weights cut by rows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ SHARDED_SEQUENCE = "shard it in in_specs, or pass sequence_dim=None if all have 
 
 @dataclass(frozen=True)
 class Projection:
-    """The axes and options of a layer's matmuls."""
-
     ring: Ring
     sequence_dim: Any  # None: the sequence is unsharded, before and after
     fsdp: Ring | None  # the axes that shard weights further
@@ -52,7 +50,7 @@ class Projection:
         select: Select = lambda _, whole: whole,
         shared: tuple[str, ...] = (),
     ) -> tuple[Array, ...]:
-        """Multiplies the gathered x by each weight, with one gather for all.
+        """Multiplies x by each weight, with one gather.
 
         `select(name, whole)` takes the used columns of a weight or bias. `shared` names weights
         that all devices have.
@@ -79,7 +77,7 @@ class Projection:
     def rows(
         self, x: Array, weights: Weights, bias: Array | None, fsdp_dim: Integer
     ) -> Num[Array, "*tokens columns"]:
-        """Multiplies x by one weight, sums over the axis, and adds the bias once."""
+        """Multiplies, sums over the axis, adds bias once."""
         along = self._check(x, weights, fsdp_dim)
         ((name, w),) = weights.items()
         check_own(name, w, self.ring, "rows")
@@ -96,16 +94,14 @@ class Projection:
         return add_bias(y, self._whole_bias(name, w, bias, along))
 
     def used_as(self, w: Array) -> Any:
-        """Returns the dtype in which a weight is used."""
         return w.dtype if self.fsdp is None else self.fsdp.gathered_as(w.dtype)
 
     def in_chunks(
         self, block: Callable[[Projection, Array], Array], x: Array, weights: tuple[Array, ...]
     ) -> Array:
-        """Applies a block of layers to the rows of x, in chunks if that is faster.
+        """Applies a block of layers to x, in chunks if faster.
 
-        `block(layer, x)` gathers rows, applies all weights to each row by itself, and scatters the
-        result.
+        `block(layer, x)` gathers rows, applies all weights to each row alone, and scatters.
         """
         if self.sequence_dim is None or self.fsdp is not None or x.ndim < 2:
             return block(self, x)
@@ -162,7 +158,7 @@ class Projection:
         return labels, replace(call, recomputed=self.fsdp is not None, in_layer=True)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
-        """Gathers weights again in the backward pass, instead of saving them."""
+        """Regathers weights in the backward pass."""
         # The recomputed product itself is dead code.
         return product if self.fsdp is None else jax.checkpoint(product)
 
@@ -182,7 +178,7 @@ class Projection:
         return whole_bias(name, bias, columns, self.fsdp)
 
     def _check(self, x: Array, weights: Weights, fsdp_dim: Integer) -> int:
-        """Returns the dimension along which weights are gathered, if they fit x."""
+        """Returns the gathered dimension of weights that fit x."""
         if x.ndim < 1:
             raise value_error("x must be [..., k], got an array without dimensions")
         along = 0
@@ -216,7 +212,6 @@ class Projection:
 
 
 def as_weights(weights: Mapping[str, Any]) -> Weights:
-    """Returns weights as arrays, or raises with the name of a wrong one."""
     return {name: as_array(name, w) for name, w in weights.items()}
 
 
@@ -226,7 +221,6 @@ def bind_projection(
     fsdp_axis: AxisLike | None,
     options: Options,
 ) -> Projection:
-    """Checks the axes of a layer."""
     ring = bind(axis)
     fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
     shared = set(ring.names) & set(fsdp.names if fsdp else ())
@@ -239,7 +233,6 @@ def bind_projection(
 
 
 def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Array | None, ...]:
-    """Returns one bias, or None, for each weight."""
     if biases is None:
         return (None,) * len(weights)
     if not isinstance(biases, tuple) or len(biases) != len(weights):
@@ -257,7 +250,7 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
 
 
 def fsdp_pair(fsdp_dim: Any) -> tuple[Any, Any]:
-    """Returns the FSDP dimensions of weights cut by columns, and cut by rows."""
+    """Returns FSDP dimensions of column-cut, row-cut weights."""
     if not isinstance(fsdp_dim, tuple):
         return fsdp_dim, fsdp_dim
     if len(fsdp_dim) != 2:

@@ -26,20 +26,19 @@ def reduce_gradients(
 ) -> Tree:
     """Sums gradients over devices, one by one or joined into buckets.
 
-    Use it in your own training loop. `mean_value_and_grad` includes it.
+    For your own training loop; `mean_value_and_grad` includes it.
 
     Args:
-      grads: pytree of this device's partial sums.
-      axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
-        always `lax.psum`s.
+      grads: pytree of partial sums.
+      axis: as in `reduce_region`.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
-        that shard it. None: leaves are summed over all of `axis`.
-      bucket_bytes: the most bytes in a bucket, which joins leaves of one dtype and the same axes. A
-        larger leaf travels alone. None: one psum a leaf.
+        that shard it. None: sums over all of `axis`.
+      bucket_bytes: the most bytes in a bucket of leaves with one dtype and the same axes. A larger
+        leaf travels alone. None: one psum a leaf.
 
     Returns:
-      A pytree like `grads`, summed. If a leaf is typed as replicated over an axis, JAX has already
-      summed it there, and it stays as it is.
+      A pytree like `grads`, summed. A leaf typed as replicated over an axis stays as it is: JAX has
+      summed it there.
 
     Raises:
       TypeError: a leaf is boolean, or an option has the wrong type.
@@ -56,7 +55,7 @@ def reduce_gradients(
       {'b': Array([56.], dtype=float32), 'w': Array([28.], dtype=float32)}
 
     Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training"
-    (VLDB 2020), for buckets.
+    (VLDB 2020).
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
@@ -71,25 +70,24 @@ def reduce_gradients(
 
 @public
 def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array:
-    """Computes the Euclidean norm of a pytree of shards, as if they were unsharded.
+    """Computes the Euclidean norm of the global arrays of a pytree of shards.
 
     Args:
-      tree: pytree of local arrays, such as gradients. Each is replicated over the axes that do not
-        shard it.
-      specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. Needed under `check_vma=False`,
-        and only checked otherwise.
-      groups: mesh axes between groups of devices. Each group has its own norm.
+      tree: pytree of local arrays, each replicated over axes that do not shard it.
+      specs: pytree prefix of `PartitionSpec`s. Needed under `check_vma=False`, only checked
+        otherwise.
+      groups: mesh axes between groups, each with its own norm.
 
     Returns:
-      A scalar, the same on every device of a group: float32, or float64 if a leaf is. 0 for an
-      empty pytree.
+      A scalar, equal on all devices of a group: float32, or float64 if a leaf is; 0 for an empty
+      pytree.
 
     Raises:
       TypeError: specs are no PartitionSpecs, or a leaf is no array.
       ValueError: specs are missing under `check_vma=False`, no prefix of `tree`, differ from the
         types, or name an unknown axis.
 
-    Cost: one psum of a scalar for each distinct set of axes that shard leaves.
+    Cost: a scalar psum for each distinct set of sharding axes.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")
@@ -115,7 +113,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
 def sum_leaves(
     leaves: list[Array], axes: Iterable[set[str]], bucket_bytes: int | None, wires: list[Any]
 ) -> Any:
-    """Sums each leaf over its axes in its wire's dtype, and keeps its dtype."""
+    """Sums leaves in wire dtypes; keeps their dtypes."""
     dtypes, sums = [leaf.dtype for leaf in leaves], list(leaves)
     alike: dict[Any, list[int]] = {}
     for at, (leaf, names, wire) in enumerate(zip(leaves, axes, wires, strict=True)):
@@ -148,7 +146,6 @@ def _buckets(leaves: list[Array], places: list[int], limit: int | None) -> list[
 def _psum_joined(
     parts: list[Num[Array, " ..."]], names: tuple[str, ...]
 ) -> list[Num[Array, " ..."]]:
-    """Returns the sum of each part over the axes, all by one psum."""
     if len(parts) == 1:
         return [lax.psum(parts[0], names)]
     total = lax.psum(jnp.concatenate([part.reshape(-1) for part in parts]), names)
@@ -162,18 +159,17 @@ def _psum_joined(
 
 
 def check_bucket(bucket_bytes: Any) -> int | None:
-    """Returns the size of a bucket, or None."""
     return None if bucket_bytes is None else check_whole("bucket_bytes", bucket_bytes, 1)
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the axes of the enclosing `jax.shard_map`, in mesh order."""
+    """Returns `jax.shard_map`'s axes, in mesh order."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
 
 
 def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[set[str]]:
-    """Returns the axes that shard each leaf within a group, by type or spec."""
+    """Returns axes that shard leaves, by type or spec."""
     axes = manual_axes()
     if not axes or not checks_varying(axes):
         if axes and specs is None:
@@ -198,7 +194,7 @@ def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[se
 
 
 def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
-    """Returns the axes that `specs`, a prefix of `tree`, names for each leaf."""
+    """Returns the axes that `specs`, a prefix, names."""
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)

@@ -1,8 +1,8 @@
 """Entry and exit of a region of parallel work: four collectives with exact derivatives.
 
-Derivatives are as documented under `check_vma=True`. Under `check_vma=False`, each device's copy of
-a replicated value has its own gradient. These gradients are summed later: by the derivative of the
-psum that made the value, or at the boundary of `shard_map`. Their sum is the documented derivative.
+Derivatives are documented for `check_vma=True`. Under `check_vma=False`, each device's copy of a
+replicated value has its own gradient, and their sum is the documented one. The derivative of the
+psum that made the value, or the boundary of `shard_map`, sums them.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from jaxpar.compiler.compat import all_gather
 
 @public
 def copy_region(x: Tree, axis: AxisLike) -> Tree:
-    """Passes a replicated value to devices that each do a part of the work with it.
+    """Passes a replicated value to devices that each do part of the work.
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: mesh axes, or an `Axis`. The derivative is a `lax.psum`, in its `wire_dtype` if that is
-        wider than a leaf.
+      axis: mesh axes, or an `Axis`. The derivative is a `lax.psum`, in its `wire_dtype` if wider
+        than a leaf.
 
     Returns:
-      `x`, typed as varying over `axis`. The derivative sums over the axes over which x did not
-      vary.
+      `x`, typed as varying over `axis`. The derivative sums over axes over which x did not vary.
 
     Raises:
       TypeError: axis names are no strings, or a wire dtype is of another kind than a leaf.
       ValueError: an axis is unknown.
 
-    Cost: one psum a leaf backward. Under `check_vma=False`, it takes place where the value came
-    from.
+    Cost: one psum a leaf backward; under `check_vma=False`, where the value came from.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -64,23 +62,23 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
 @public
 def reduce_region(x: Tree, axis: AxisLike) -> Tree:
-    """Sums the parts that the devices of an axis have computed.
+    """Sums partial results over devices.
 
     Args:
-      x: pytree of this device's partial sums.
+      x: pytree of partial sums.
       axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
         always `lax.psum`s.
 
     Returns:
-      The sum over `axis`, in the dtype of x, typed as replicated under `check_vma=True`. The
-      derivative passes the cotangent on unchanged.
+      The sum, in the dtype of x, typed as replicated under `check_vma=True`. The derivative passes
+      the cotangent on unchanged.
 
     Raises:
       TypeError: a leaf is boolean, axis names are no strings, or a wire dtype is of another kind
         than a leaf.
       ValueError: x is typed as replicated over `axis`, or an axis is unknown.
 
-    Cost: one psum a leaf forward. Under `check_vma=False`, also one backward.
+    Cost: one psum a leaf; under `check_vma=False`, also one backward.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -106,16 +104,16 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
 @public
 def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
-    """Gathers the blocks of all devices into the full array.
+    """Gathers all blocks into the full array.
 
     Args:
       x: pytree of local blocks.
       axis: mesh axes. The gather is always a `lax.all_gather`.
-      dim: the dimension along which blocks are joined, in logical order.
+      dim: the dimension to join, in logical order.
 
     Returns:
       The full array, typed as replicated over `axis` under `check_vma=True`. The derivative takes
-      this device's block of the cotangent.
+      this device's block.
 
     Raises:
       TypeError: `dim` is no integer.
@@ -151,8 +149,8 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       dim: the dimension to cut, in logical order.
 
     Returns:
-      This device's block, varying over `axis`. The derivative gathers the blocks of the cotangent.
-      Over an axis over which x varies already, it pads the block with zeros instead.
+      This device's block, varying over `axis`. The derivative gathers blocks. Over an axis over
+      which x varies already, it pads with zeros instead.
 
     Raises:
       TypeError: `dim` is no integer.
@@ -160,7 +158,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
         unknown.
 
     Cost: one all-gather a leaf backward, (n-1)/n of the full array. Under `check_vma=False`, padded
-    blocks are summed where the value came from instead.
+    blocks are summed instead, where the value came from.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -45,40 +45,39 @@ def ring_attention(
     scale: Number | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes attention to the keys and values of all devices, block by block as they arrive.
+    """Computes attention to all devices' keys and values, block by block as they arrive.
 
     Args:
       q: local floats `[..., s/n, h, e]`.
-      k: local `[..., s/n, g, e]` in the dtype of q. Query head `j` uses kv head `j // (h // g)`.
-      v: local `[..., s/n, g, f]` in the dtype of q. g divides h.
+      k: local `[..., s/n, g, e]` in q's dtype. Query head `j` uses kv head `j // (h // g)`.
+      v: local `[..., s/n, g, f]` in q's dtype. g divides h.
       axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
         first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
-        prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
-        v. None: their own dtype.
-      segments: local integers `[..., s/n]`, the document of each position. A query sees only keys
-        of its own segment, and no key of a negative one.
-      lengths: integers `[...]`, replicated over `axis`, the number of positions that count in each
-        full sequence. Later keys are not seen, and later results are 0.
-      causal: whether a query sees no keys after its own position.
-      order: which positions device `i` holds, always ascending. It only matters with `causal`,
-        `window` or `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`,
-        for equal causal work. `"contiguous"`: block `i` of n.
+        prediction. Its `wire_dtype` is for sums of the gradients of k and v. None: their own dtype.
+      segments: local integers `[..., s/n]`, each position's document. A query sees only keys of its
+        own segment, and none of a negative one.
+      lengths: integers `[...]`, replicated over `axis`: how many positions of each full sequence
+        count. Later keys are not seen, later results are 0.
+      causal: whether a query sees no later keys.
+      order: the positions of device `i`, ascending. It only matters with `causal`, `window` or
+        `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`, for equal
+        causal work. `"contiguous"`: block `i` of n.
       window: `(left, right)`, or an integer for both. A query at position i sees only keys from
         i-left to i+right, both included, and with `causal` none after i. For "the last 4096
-        tokens", with its own, left is 4095. Positions count from the start of the sequence, not of
-        a document. If layers of one scan have different windows, choose between two calls by
+        tokens", its own included, left is 4095. Positions count from the start of the sequence, not
+        of a document. For different windows in layers of one scan, choose between two calls by
         `jax.lax.cond`.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
       sinks: local floats `[h]`, one more score for each query head, only in the softmax's
-        denominator. It is not scaled, capped or masked.
+        denominator; not scaled, capped or masked.
       scale: a factor of scores. None: `1/sqrt(e)`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      Local `[..., s/n, h, f]` in the dtype of q, varying over `axis` and all axes of the operands.
-      A query that sees nothing gets 0. Scores and sums are in float32 or wider, and weights are
-      rounded to the dtype of v. If an operand is replicated over an axis along which another
-      varies, its gradient is summed there.
+      Local `[..., s/n, h, f]` in q's dtype, varying over `axis` and the operands' axes. A query
+      that sees nothing gets 0. Scores and sums are float32 or wider, weights are rounded to v's
+      dtype. The gradient of an operand that is replicated over an axis along which another varies
+      is summed there.
 
     Raises:
       TypeError: dtypes differ or are no floats, or an option has the wrong type.
@@ -87,19 +86,19 @@ def ring_attention(
         the axis is unknown.
 
     Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
-    step computes two matmuls of `(s/n)^2 h e` multiplications, or half of that if causal and
-    zigzag. The backward pass sends keys and values again, and their gradients in the wire's dtype.
-    Its steps compute five matmuls. Residuals are q, k, v, the result and two float32 a query and
-    head. At most `(s/n)^2 h` scores exist at a time. They are saved only for second derivatives.
+    step computes two matmuls of `(s/n)^2 h e` multiplications, or half if causal and zigzag. The
+    backward pass sends keys and values again, and their gradients in the wire's dtype; its steps
+    compute five matmuls. Residuals are q, k, v, the result and two float32 a query and head. At
+    most `(s/n)^2 h` scores exist at a time, saved only for second derivatives.
 
-    With a window, blocks come only from the r nearest devices on each side that it reaches, and
-    only keys within reach are computed. r is the longer side of the window in blocks of s/n,
-    rounded up. In zigzag order it is in chunks of s/2n, and blocks come from both sides. Modes
-    `"naive"` and `"multi-ring"` bring all blocks, as do windows that reach n-1 blocks or more.
+    With a window, only the r nearest devices on each side that it reaches send blocks, and only
+    keys within reach are computed. r is the window's longer side in blocks of s/n, rounded up; in
+    zigzag order in chunks of s/2n, from both sides. Modes `"naive"` and `"multi-ring"`, and windows
+    of n-1 blocks or more, bring all blocks.
 
-    The result and the two float32 have the name "attention". A `jax.checkpoint` that saves it, by
-    `jax.checkpoint_policies.save_only_these_names("attention")`, does not repeat the forward pass.
-    A name for the returned array does not have this effect.
+    The result and the two float32 have the name "attention". A `jax.checkpoint` with
+    `jax.checkpoint_policies.save_only_these_names("attention")` does not repeat the forward pass. A
+    name for the returned array lacks this effect.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -114,9 +113,9 @@ def ring_attention(
       True
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
-    context" (2023). Balanced orders: Brandon et al., "Striped attention" (2023), here with two
-    chunks a device instead of stripes. Windows: Jiang et al., "Mistral 7B" (2023). Capped scores:
-    Gemma 2 (2024). Sinks: gpt-oss (2025). Heads of two sizes: DeepSeek-V2 (2024).
+    context" (2023). Balanced orders: Brandon et al., "Striped attention" (2023), here chunks
+    instead of stripes. Windows: Jiang et al., "Mistral 7B" (2023). Capped scores: Gemma 2 (2024).
+    Sinks: gpt-oss (2025). Heads of two sizes: DeepSeek-V2 (2024).
     """
     ring = bind(axis)
     flag: Any = causal
@@ -162,10 +161,10 @@ def ring_attention(
 
 @public
 def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]:
-    """Returns the positions of a sequence in zigzag order, device by device.
+    """Returns a sequence's positions in zigzag order, device by device.
 
     Args:
-      length: the length of the full sequence.
+      length: of the full sequence.
       shards: n, the number of devices.
 
     Returns:
@@ -199,7 +198,7 @@ def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]
 
 
 def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
-    """Returns how many positions a query sees before and after its own, None for all."""
+    """Returns reach before and after, None for all."""
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
@@ -224,7 +223,7 @@ def _way(
     seen: tuple[int | None, int | None],
     chunks: int,
 ) -> Way:
-    """Returns the algorithm that brings keys from all devices, or from those in the window."""
+    """Returns the algorithm that brings keys in reach."""
     (left, right), length = seen, q.shape[-3]
     causal, near = right == 0, None
     scores = length * ring.size * (0.5 if causal else 1.0)  # computed for a query
@@ -243,7 +242,7 @@ def _way(
 
 
 def _near(behind: int, ahead: int, *, zigzag: bool) -> tuple[tuple[int, ...], int]:
-    """Returns the directions in which blocks travel, and how many hops."""
+    """Returns directions of blocks, and how many hops."""
     # A zigzag block has one chunk with neighbours behind, and one with neighbours ahead.
     if zigzag or (behind and ahead):
         return (1, -1), max(behind, ahead)
@@ -257,7 +256,7 @@ def _segments(
     ring: Ring,
     zigzag: bool,
 ) -> Int32[Array, "*batch 1 keys 1"] | None:
-    """Returns the segment of each local position, negative if it does not count."""
+    """Returns each local position's segment, negative if uncounted."""
     *batch, length, _, _ = k.shape
     ids: Array | None = None
     if segments is not None:
@@ -280,7 +279,7 @@ def _segments(
 
 
 def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}"]:
-    """Returns this device's positions in the full sequence, ascending."""
+    """Returns this device's global positions, ascending."""
     index, places = ring.index().astype("int32"), jnp.arange(length, dtype="int32")
     if not zigzag:
         return index * length + places

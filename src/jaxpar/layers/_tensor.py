@@ -40,10 +40,10 @@ def column_parallel_linear(
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]` in the dtype of x, or a tuple of such weights, whose m may differ, for one
-        gather. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      w: local `[k, m/n]` in x's dtype, or a tuple of these for one gather; m may differ. With an
+        `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
       axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
-        sums of the backward reduce-scatter. None: the gradient's own dtype.
+        the backward reduce-scatter's sums. None: the gradient's dtype.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
@@ -54,11 +54,11 @@ def column_parallel_linear(
       precision: as in `jax.lax.dot_general`.
 
     Both axes may shard one dimension of w. In the order `P(None, ("fsdp", "tp"))`, a device's
-    gathered columns are not adjacent. Then a bias, and the rows of the next `row_parallel_linear`,
-    need the same order, `P(("fsdp", "tp"))`.
+    gathered columns are not adjacent: a bias, and rows of the next `row_parallel_linear`, need the
+    same order, `P(("fsdp", "tp"))`.
 
     Returns:
-      `[..., s, m/n]`, or a tuple of them, varying over `axis` and all axes of x and w.
+      `[..., s, m/n]`, or a tuple of them, varying over `axis` and the operands' axes.
 
     Raises:
       TypeError: dtypes differ, or an option has the wrong type.
@@ -66,9 +66,8 @@ def column_parallel_linear(
         or an axis is unknown or in both `axis` and `fsdp_axis`.
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped as in `all_gather_matmul`. With
-    `sequence_dim=None` it sends nothing forward, and sums the gradient of x over the axis. With
-    `fsdp_axis` it also sends (f-1)/f of the gathered weights in each pass, and of their gradient.
-    It saves only the shards.
+    `sequence_dim=None` it sends nothing forward, and sums x's gradient over the axis. `fsdp_axis`
+    adds (f-1)/f of the gathered weights in each pass, and of their gradient; only shards are saved.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -78,7 +77,7 @@ def column_parallel_linear(
       (2, 16, 24)
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
-    recomputation in large transformer models" (2022), for the sharded sequence.
+    recomputation in large transformer models" (2022).
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
@@ -113,15 +112,14 @@ def row_parallel_linear(
 
     Args:
       x: local `[..., s, k/n]`, as from `column_parallel_linear`.
-      w: local `[k/n, m]` in the dtype of x. With an `fsdp_axis` of size f, `[k/(n f), m]` or
+      w: local `[k/n, m]` in x's dtype. With an `fsdp_axis` of size f, `[k/(n f), m]` or
         `[k/n, m/f]`.
       axis: mesh axes, or an `Axis` with a mode as in `matmul_reduce_scatter`. Its `wire_dtype` is
-        for partial sums. None: the dtype of the result.
-      bias: `[m]`, replicated over `axis`, or `[m/f]` over `fsdp_axis`. It is added once, after the
-        sum.
+        for partial sums. None: the result's dtype.
+      bias: `[m]`, replicated over `axis`, or `[m/f]` over `fsdp_axis`; added once, after the sum.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of w that `fsdp_axis` shards, 0 or 1.
+      fsdp_dim: as in `column_parallel_linear`.
       preferred_element_type: as in `matmul_reduce_scatter`.
       precision: as in `jax.lax.dot_general`.
 
@@ -177,18 +175,16 @@ def gated_mlp(
       w_up: local `[k, h/n]`.
       w_down: local `[h/n, m]`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
-      activation: an elementwise function, or a `GatedActivation` in place of
-        `activation(gate) * up`.
-      biases: an array or None for each of gate, up and down, as in the linear layers.
+      activation: elementwise, or a `GatedActivation`.
+      biases: an array or None each for gate, up, down, as in the linear layers.
       sequence_dim: the sharded dimension of x and of the result, or None.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: the dimension of weights that `fsdp_axis` shards; or a pair, for gate and up and for
-        down.
+      fsdp_dim: as in `column_parallel_linear`; or a pair, for gate and up and for down.
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard the hidden dimension, all weights and biases have the same order of axes,
-    such as `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
+    If both axes shard the hidden dimension, all weights and biases need one order of axes, such as
+    `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
 
     Returns:
       `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`.
@@ -197,12 +193,12 @@ def gated_mlp(
       TypeError: dtypes differ, or an option has the wrong type.
       ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
-    Cost: three matmuls, one gather of x and one reduce-scatter of the result. With `mode="auto"`
-    and asynchronous collectives, rows may run in two or four chunks: one chunk's transfers overlap
-    with another's matmuls, but each chunk reads all weights. The derivative computes six matmuls,
-    gathers x and the cotangent, and reduce-scatters the gradient of x. Residuals are x, the two
-    products and the hidden activations. Naive passes save the gathered x, and do not gather it
-    again. The two products have the name "gated_mlp" for policies of `jax.checkpoint`.
+    Cost: three matmuls, one gather of x, one reduce-scatter of the result. With `mode="auto"` and
+    asynchronous collectives, rows may run in two or four chunks: one chunk's transfers overlap with
+    another's matmuls, but each reads all weights. The derivative computes six matmuls, gathers x
+    and the cotangent, and reduce-scatters x's gradient. Residuals are x, the two products and the
+    hidden activations. Naive passes save the gathered x instead of gathering again. The two
+    products have the name "gated_mlp" for `jax.checkpoint` policies.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -213,8 +209,7 @@ def gated_mlp(
       >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
       (2, 16, 4)
 
-    Source: Shazeer, "GLU variants improve transformer" (2020); for the sharding, as
-    `column_parallel_linear`.
+    Source: Shazeer, "GLU variants improve transformer" (2020); as `column_parallel_linear`.
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)

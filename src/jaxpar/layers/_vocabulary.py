@@ -40,25 +40,25 @@ def vocab_parallel_embedding(
 
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
-      table: local `[v/n, d]`, this device's rows, in logical order. Padding rows at the end are
-        never read and have zero gradients.
+      table: local `[v/n, d]`, rows in logical order. Padding rows at the end are never read and
+        have zero gradients.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
 
     Returns:
       Local `[..., s/n, d]`, varying over `axis`. With `sequence_dim=None`, `[..., s, d]`, typed as
-      replicated under `check_vma=True`. A token outside `[0, v)`, such as -1, gives zeros and no
+      replicated under `check_vma=True`. Tokens outside `[0, v)`, such as -1, give zeros and no
       gradient.
 
     Raises:
       TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
-      ValueError: the table has another rank or is typed as replicated over `axis`. Tokens vary over
-        `axis`, or it is unknown or does not divide the sequence. A layout pads between the rows, as
-        `Split` does.
+      ValueError: the table has another rank or is typed as replicated over `axis`; tokens vary over
+        it; it is unknown or does not divide the sequence; a layout pads between rows, as `Split`
+        does.
 
-    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much. It is exact
-    in any dtype, as only one term is not zero. The derivative all-gathers a scattered cotangent,
-    and adds in float32 or wider.
+    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much; exact in any
+    dtype, as only one term is not zero. The derivative all-gathers a scattered cotangent, and adds
+    in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -68,8 +68,7 @@ def vocab_parallel_embedding(
       >>> embed(jnp.array([2, 15, -1, 0, 7, 7, 3, 1]), jnp.arange(16.0)[:, None]).ravel()
       Array([ 2., 15.,  0.,  0.,  7.,  7.,  3.,  1.], dtype=float32)
 
-    Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
-    model parallelism" (2019).
+    Source: as `copy_region`.
     """
     ring = bind(axis)
     tokens, table = as_integers("tokens", tokens), as_array("table", table, "sum")
@@ -98,7 +97,7 @@ def vocab_parallel_embedding(
 def _lookup(
     rows: int, dtype: Any, places: Int[Array, "*tokens"], table: Num[Array, "{rows} d"]
 ) -> Num[Array, "*tokens d"]:
-    """Returns the rows of `table` at `places`, and zeros outside the table."""
+    """Returns `table`'s rows at `places`, zeros outside."""
     found = (places >= 0) & (places < rows)
     return jnp.where(found[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
 
@@ -124,7 +123,7 @@ _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_one(names: tuple[str, ...], x: Num[Array, "*tokens d"]) -> Num[Array, "*tokens d"]:
-    """Sums over devices of which at most one is not zero: exact in any dtype."""
+    """Sums; at most one device's term is not zero."""
     return lax.psum(x, names)
 
 
@@ -161,25 +160,25 @@ def vocab_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes each token's cross-entropy of logits `x @ w + bias`, without the full logits.
+    """Computes tokens' cross-entropy of logits `x @ w + bias`, without full logits.
 
     Args:
       x: local `[..., s/n, d]`, or replicated `[..., s, d]` with `sequence_dim=None`.
-      w: local `[d, v/n]`, this device's columns, in logical order; `table.T` for tied embeddings.
-        Under `check_vma=False` give `vocabulary` too. Otherwise a w that is replicated by mistake
-        makes losses too large by log(n).
-      labels: local integers of the shape of `x` without its last dimension, sharded like it.
+      w: local `[d, v/n]`, columns in logical order; `table.T` for tied embeddings. Under
+        `check_vma=False` give `vocabulary` too: otherwise a w replicated by mistake makes losses
+        too large by log(n).
+      labels: local integers, shaped like `x` without its last dimension, sharded like it.
       axis: mesh axes, or an `Axis` with a mode as in `all_gather`, where `"auto"` is `"naive"`. Its
-        `wire_dtype` is the dtype of the gradient of x on the wire. None: the dtype of x.
+        `wire_dtype` is for x's gradient. None: x's dtype.
       bias: local floats `[v/n]`, or None.
-      softcap: a bound c of logits, which become `c tanh((x @ w + bias) / c)`. None: no bound.
+      softcap: a bound c: logits become `c tanh((x @ w + bias) / c)`. None: no bound.
       vocabulary: the number of tokens if w is padded, such as `layout["embedding"].shape[0]`. Later
-        columns may hold anything, and have zero gradients. None: all columns are tokens.
+        columns may hold anything, with zero gradients. None: all columns are tokens.
       sequence_dim: the sharded dimension of x, any but the last, or None.
       chunk: the most tokens whose logits exist at a time.
-      label_smoothing: the part of the target that is spread evenly over the vocabulary.
-      z_loss: the weight of the squared log of the softmax's denominator.
-      ignore_label: the label of tokens with a loss of 0 and zero gradients, whose x may be NaN.
+      label_smoothing: the part of the target spread evenly over the vocabulary.
+      z_loss: the weight of z^2 below.
+      ignore_label: tokens with this label have loss and gradients 0; their x may be NaN.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
@@ -192,14 +191,14 @@ def vocab_parallel_cross_entropy(
       TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
         type.
       ValueError: shapes do not fit, an option is out of range, or the axis is unknown. w, a bias,
-        or a sharded x or labels are typed as replicated over `axis`, labels vary over it with
-        `sequence_dim=None`, or w has columns of the full `vocabulary`. A layout pads tables of this
-        size and `vocabulary` is missing, or pads between rows, as `Split` does.
+        or sharded x or labels are typed as replicated over `axis`, labels vary over it with
+        `sequence_dim=None`, or w has the full `vocabulary`. A layout pads tables of this size and
+        `vocabulary` is missing, or pads between rows, as `Split` does.
 
-    Cost: one matmul of all tokens with `w`, and three in the derivative. Devices all-reduce three
-    float32 a token. Each sends (n-1)/n of x forward, again backward, and of its gradient. With
-    `sequence_dim=None`, they all-reduce the gradient of x instead. Residuals are the operands, all
-    labels and two numbers a token.
+    Cost: a matmul of all tokens with `w`, three in the derivative. Devices all-reduce three float32
+    a token. Each sends (n-1)/n of x forward, again backward, and of its gradient; with
+    `sequence_dim=None`, x's gradient is all-reduced instead. Residuals are the operands, all labels
+    and two numbers a token.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -210,9 +209,8 @@ def vocab_parallel_cross_entropy(
       >>> np.asarray(found).round(3)[:3]
       array([2.303, 2.303, 0.   ], dtype=float32)
 
-    Source: Shoeybi et al., as in `vocab_parallel_embedding`, for sharded logits; Wijmans et al.,
-    "Cut your losses in large-vocabulary language models" (2024), for chunks; Gemma 2 (2024) for the
-    bound.
+    Source: as `copy_region`; Wijmans et al., "Cut your losses in large-vocabulary language models"
+    (2024), for chunks; Gemma 2 (2024) for the bound.
     """
     ring = bind(axis)
     x, w, labels = as_array("x", x), as_array("w", w), as_integers("labels", labels)
@@ -271,7 +269,6 @@ def _check_operands(x: Array, w: Array, labels: Array) -> None:
 
 
 def _check_shards(loss: ChunkedLoss, x: Array, w: Array, bias: Array | None, labels: Array) -> None:
-    """Raises if all devices have the full operand instead of a part."""
     ring = loss.ring
     check_own("w", w, ring, "columns")
     if not checks_varying(ring.names) and w.shape[1] >= loss.vocabulary and ring.size > 1:

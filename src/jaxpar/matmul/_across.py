@@ -37,7 +37,6 @@ def _label_of_chunks(
 
 
 def _at_once(method: RingEinsum) -> RingEinsum:
-    """Returns the naive method, for one chunk."""
     way = Naive(method.way.ring)
     return replace(method, way=way, backward=way, underived=way)
 
@@ -50,7 +49,7 @@ def gather_across(
     left: Left | Quantized,
     rights: tuple[Num[Array, "..."], ...],
 ) -> tuple[Num[Array, "..."], ...] | None:
-    """Gathers in chunks of another label; None if chunks of the ring's label cost less."""
+    """Gathers in chunks of another label, unless the ring's costs less."""
     if isinstance(left, Quantized):
         return None
     pairs = [(left, right) for right in rights]
@@ -93,7 +92,7 @@ def scatter_across(
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> Out | None:
-    """Scatters in chunks of another label; None if chunks of the ring's label cost less."""
+    """Scatters in chunks of another label, unless the ring's costs less."""
     along = _label_of_chunks(method, "scatter", products, pairs, chunks)
     if along == method.label:
         return None

@@ -21,7 +21,6 @@ from jaxpar.ring.blocks import gather_replicated
 
 
 def all_reduce_einsum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
-    """Computes the product, and sums it over all devices."""
     way = method.way
     if way.derived_by_jax or not all(_shape(product, left, right)):
         with jax.named_scope(way.mode):

@@ -136,5 +136,5 @@ def multiply_part(
 
 
 def cut_operand(label: str, x: Array, labels: str, positions: Positions) -> Array:
-    """Returns these positions of an operand that has the label; others stay full."""
+    """Cuts these positions, if the operand has the label."""
     return positions.cut(x, labels.index(label)) if label in labels else x

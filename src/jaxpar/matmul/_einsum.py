@@ -51,7 +51,6 @@ class EinsumOptions:
 
     @property
     def gathers_again(self) -> bool:
-        """Returns whether the gathered operand must not be saved."""
         keep = self.ring.keep_gathered
         return self.regather if keep is None else not keep
 
@@ -98,7 +97,7 @@ def make_call(
 def gathered_operand(
     call: EinsumOptions, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized
 ) -> Operand:
-    """Returns the operand sharded along `label`: the only one with it, or the smaller one."""
+    """Returns the operand sharded along `label`: the only or smaller one."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
         raise value_error(
@@ -121,7 +120,7 @@ def gather(
     lhs: Any,
     rhs: tuple[Any, ...],
 ) -> tuple[Array, ...]:
-    """Multiplies lhs by each of `rhs`, and gathers `operand` along `label`."""
+    """Multiplies lhs by each `rhs`, gathering `operand` along `label`."""
     ring, labels = call.ring, call.labels
     # A product has the gathered operand on its left, even if the user gathers rhs.
     swapped = operand == "rhs"
@@ -172,7 +171,6 @@ def gather(
 
 
 def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
-    """Multiplies, and scatters the sum along `label`."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     dim, shape = labels.out.index(label), tuple(sizes[name] for name in labels.out)
@@ -197,7 +195,6 @@ def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
 
 
 def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
-    """Multiplies, and sums over the ring."""
     ring, labels = call.ring, call.labels
     sizes = local_sizes(labels, lhs, rhs, ring)
     preferred = call.arithmetic.preferred_element_type

@@ -49,7 +49,7 @@ def tasks_of(
     cts: Any,
     parts: int,
 ) -> list[Task]:
-    """Returns tasks that use saved blocks; a full array is cut into `parts`."""
+    """Returns tasks on saved blocks; cuts a full array into `parts`."""
     dim = products[0].left.index(method.label)
     adds = method.label not in products[0].out
     whole = sum(block.shape[dim] for block, _ in blocks)
@@ -91,14 +91,14 @@ def tasks_of(
 
 
 def _kept(method: RingEinsum, products: tuple[Product, ...], left: Any) -> Kept:
-    """Returns the blocks that a gather of `left` saves."""
+    """Returns the blocks that a gather saves."""
     kept = method.way.kept(left.shape[products[0].left.index(method.label)])
     assert kept is not None, "a way that keeps nothing was not asked to"
     return kept
 
 
 def _joins_kept(lengths: Sequence[int]) -> bool:
-    """Returns whether one more saved block should be joined to blocks of these lengths."""
+    """Returns whether to join one more block to these."""
     chip = traced_chip()
     few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
     return chip is not None and chip.torus and few

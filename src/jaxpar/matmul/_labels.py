@@ -10,7 +10,7 @@ from jaxpar.axis.quantized import MaybeQuantized
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of the operands and the result, one letter a dimension."""
+    """The labels of operands and result, a letter each dimension."""
 
     lhs: str
     rhs: str
@@ -21,7 +21,6 @@ class Labels:
 
 
 def parse_labels(subscripts: str) -> Labels:
-    """Returns the labels in `subscripts`, or raises."""
     text = subscripts.replace(" ", "")
     inputs, arrow, out = text.partition("->")
     operands = inputs.split(",")
@@ -64,7 +63,6 @@ def matmul_labels(lhs: MaybeQuantized, *weights: MaybeQuantized) -> Labels:
 
 
 def check_ranks(labels: Labels, lhs: MaybeQuantized, rhs: MaybeQuantized) -> None:
-    """Raises unless each operand has one dimension for each label."""
     for name, x, letters in (("lhs", lhs, labels.lhs), ("rhs", rhs, labels.rhs)):
         if x.ndim != len(letters):
             raise value_error(

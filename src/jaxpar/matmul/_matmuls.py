@@ -35,27 +35,21 @@ def all_gather_matmul(
 
     Args:
       lhs: local `[..., k]`.
-      rhs: local `[k, n]`, or a tuple of such weights, which share one gather of lhs.
+      rhs: local `[k, n]`, or a tuple of such weights with any `n`, which share one gather of lhs.
       axis: a mesh axis, several in any order, or an `Axis`.
-      gather: the sharded operand, `"lhs"` or `"rhs"`, which may be a `Quantized`.
-      dim: the sharded dimension of that operand. The default is the second to last, such as the
-        sequence of `[b, s, k]`.
-      mode: the algorithm of both passes. None: the modes of the `Axis`, or `"auto"`.
-
-        - `"naive"`: `lax.all_gather`, then one matmul
-        - `"stationary"`: the other operand and the result travel, not the sharded operand
-        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: one collective for each chunk
-        - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: several rings at once, which share no link on a torus
-        - `"auto"`: the mode that is predicted to be fastest, for each pass; naive on CPUs and
-          unknown chips
-
+      gather: the sharded operand, `"lhs"` or `"rhs"`. It may be a `Quantized`, without gradient. A
+        `gather_dtype` of the `Axis` must be the other operand's dtype.
+      dim: the sharded dimension of that operand, by default the second to last.
+      mode: of both passes, as in `Axis`. None: the modes of the `Axis`, or `"auto"`: the mode that
+        is predicted to be fastest, for each pass; naive on CPUs and unknown chips. `"naive"` is
+        `lax.all_gather`, then one matmul.
       preferred_element_type: dtype of sums and result. None: 16-bit floats are summed in float32,
         and the result has their dtype; int8 gives int32.
       precision: as in `jax.lax.dot_general`.
       wire_dtype: dtype in which the backward pass sends partial sums. None: that of the `Axis`, or
-        of the gradient. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8 bits
-        with scales, and the derivative ignores this. Stationary operands are not rounded.
+        of the gradient. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: both passes gather floats in 8
+        bits with scales, and the derivative ignores the rounding. Stationary operands are not
+        rounded.
 
     Returns:
       The local product with the full gathered dimension, varying over `axis` and all axes of the
@@ -126,12 +120,13 @@ def matmul_reduce_scatter(
       This device's block of the sum, varying over `axis` and all axes of the operands.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: both operands are typed as replicated over `axis`, ranks or sizes do not fit, the
-        mode or axis is unknown, or the call is outside shard_map.
+      TypeError: as `all_gather_matmul`.
+      ValueError: both operands are typed as replicated over `axis`, n does not divide `dim`, ranks
+        or sizes do not fit, the mode or axis is unknown, or the call is outside shard_map.
 
     Cost: each of n devices sends (n-1)/n of the full result in the wire's dtype. A unidirectional
-    ring sends to lower logical indices. The derivative overlaps one gather of the cotangent.
+    ring sends to lower logical indices. The derivative overlaps one gather of the cotangent, and
+    uses the saved operands.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -179,9 +174,8 @@ def matmul_all_reduce(
       `out_specs=P()` holds. Any sizes are allowed; transfers may be padded.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: both operands are typed as replicated over `axis`, ranks or sizes do not fit, the
-        mode or axis is unknown, or the call is outside shard_map.
+      TypeError: as `all_gather_matmul`.
+      ValueError: as `matmul_reduce_scatter`.
 
     Cost: each of n devices sends 2 (n-1)/n of the result. Only the reduce-scatter, in the wire's
     dtype, is overlapped. Under `check_vma=True` the gather is `lax.all_gather`, and the derivative
@@ -242,10 +236,9 @@ def collective_einsum(
       varying over `axis` and all axes of the operands. A tuple gives a tuple.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: the sharded operand, or both operands of a sum, are typed as replicated over
-        `axis`, subscripts, labels, ranks or sizes do not fit, the mode or axis is unknown, or the
-        call is outside shard_map.
+      TypeError: as `all_gather_matmul`.
+      ValueError: as `all_gather_matmul` or `matmul_reduce_scatter`, or subscripts or labels do not
+        fit.
 
     Cost: as `all_gather_matmul` for a gather, and as `matmul_reduce_scatter` for a scatter.
 

@@ -43,8 +43,8 @@ def gather_underived(
 ) -> tuple[Num[Array, "..."], ...]:
     """Computes `product(all-gathered left, right)` for each product and right operand.
 
-    `left` is this device's block along `method.label`. The other operands have the full label. All
-    operands vary over the same axes, including the ring's.
+    `left` is this device's block along `method.label`. Others have the full label. All operands
+    vary over the same axes, including the ring's.
     """
     method, left = replace(method, way=method.underived), method.sent(left)
 
@@ -72,7 +72,7 @@ def gather_blocks(
     rights: tuple[Num[Array, "..."], ...],
     kept: list[Any] | None,
 ) -> tuple[tuple[Num[Array, "..."], ...], Scales | None]:
-    """Gathers along the ring's label, appends blocks to `kept`, and returns scales, too."""
+    """Gathers, appends blocks to `kept`, and returns scales, too."""
     dim, scales = products[0].left.index(method.label), None
     whole = left.shape[dim] * method.way.ring.size  # left [m/n, k]: m
     if isinstance(left, Quantized):
@@ -99,7 +99,6 @@ def gather_blocks(
 def _scatter(
     method: RingEinsum, products: tuple[Product, ...], pairs: tuple[tuple[Array, Array], ...]
 ) -> Out:
-    """Sums all products over all devices, and returns this device's block."""
     return scatter_beside(replace(method, way=method.underived), None, products, pairs)[0]
 
 
@@ -182,7 +181,7 @@ def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: An
 
 
 def as_of(left: Any, gradient: Any) -> Any:
-    """Returns a left operand's gradient in the operand's form."""
+    """Returns a left operand's gradient in its form."""
     if isinstance(left, Quantized) and gradient is not None:
         return replace(left, values=None, scales=None, exact=gradient)
     return gradient
@@ -191,7 +190,7 @@ def as_of(left: Any, gradient: Any) -> Any:
 def gradients(
     method: RingEinsum, products: tuple[Product, ...], left: Any, rights: Any, cts: Any
 ) -> Any:
-    """Returns a gather's gradients, and gathers the left operand again."""
+    """Returns a gather's gradients; gathers the left operand again."""
     method = method.derivative()
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     of_rights = gather_einsum(method, for_rights, left, cts)  # one gather for all

@@ -45,7 +45,7 @@ def multiply(
     right: Right,
     dtype: Any = None,
 ) -> Out:
-    """Computes one product of local arrays in `dtype`, or in the dtype of partial sums."""
+    """Multiplies in `dtype`, by default in that of partial sums."""
     if isinstance(left, Quantized):
         return _multiply_quantized(arithmetic, product, left, right, dtype)
     given = common_dtype(left.dtype, right.dtype)  # cotangents may be wider than their partners
@@ -88,7 +88,7 @@ def _multiply_quantized(
 def gradients_of_gather(
     products: Sequence[Product], left: Any, rights: Sequence[Any]
 ) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Returns the products of a gather's derivative: for the left operand, and for the others.
+    """Returns a gather's derivative: products for `left`, and for `rights`.
 
     `left` and `rights` are dtypes.
     """

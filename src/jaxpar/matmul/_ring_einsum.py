@@ -44,16 +44,16 @@ class RingEinsum:
 
     @property
     def left_to_jax(self) -> bool:
-        """Returns whether JAX derives it, and saves the gathered operand."""
+        """Returns whether JAX derives it and saves the gathered operand."""
         own = self.low_bit or self.travels is not None
         return self.way.derived_by_jax and self.way == self.backward and not own
 
     def sent(self, left: Any) -> Any:
-        """Returns the operand in the dtype in which it travels."""
+        """Casts the operand to the dtype that travels."""
         return left if self.travels is None else left.astype(self.travels)
 
     def forward(self) -> RingEinsum:
-        """Returns how a forward pass runs that is derived."""
+        """Returns how a derived forward pass runs."""
         return replace(self, underived=self.way)
 
     def derivative(self) -> RingEinsum:

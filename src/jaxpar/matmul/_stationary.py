@@ -16,7 +16,7 @@ from jaxpar.ring.parts import join_dims, split_dim
 def stay(
     method: RingEinsum, products: tuple[Product, ...], left: Left, rights: tuple[Right, ...]
 ) -> tuple[Out, ...] | None:
-    """Computes a gather's products with a stationary `left`; None if an operand is empty."""
+    """Computes products with a stationary `left`; None if an operand is empty."""
     if not all(x.size for x in (left, *rights)):
         return None
     pairs = zip(products, rights, strict=True)
@@ -39,7 +39,7 @@ def _stay(method: RingEinsum, product: Product, left: Left, right: Right) -> Out
 
 
 def _with_devices(labels: str, label: str, devices: str) -> str:
-    """Returns labels with one for devices, in front of the ring's label, or of all."""
+    """Adds a devices' label, before the ring's, or first."""
     return labels.replace(label, devices + label) if label in labels else devices + labels
 
 

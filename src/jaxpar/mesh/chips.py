@@ -119,7 +119,7 @@ def with_measured_links(chip: Chip) -> Chip:
 
 
 def traced_chip() -> Chip | None:
-    """Returns the chip that the enclosing shard_map is traced for, or None for an unknown chip.
+    """Returns the chip of the enclosing shard_map; None: unknown.
 
     The mesh knows it, even for a described device. The default backend does not.
     """

@@ -32,12 +32,11 @@ class Cycle(Walk):
         raise NotImplementedError
 
     def step(self, device: Place) -> Place:
-        """Returns a device's step."""
         raise NotImplementedError
 
     @cached_property
     def devices(self) -> list[int]:
-        """Returns the devices in the order of the walk."""
+        """Returns the devices in the walk's order."""
         return [int(self.device(step)) for step in range(self.size)]
 
     def behind(self, device: Place, distance: Any) -> Place:
@@ -49,7 +48,7 @@ class Cycle(Walk):
 
 @dataclass(frozen=True)
 class AlongOne(Walk):
-    """A walk along one dimension of a torus, through devices that differ only in that dimension."""
+    """A walk along one dimension of a torus, through devices that differ only there."""
 
     sides: tuple[int, ...]
     dimension: int
@@ -102,14 +101,14 @@ class AcrossCube(Walk):
         return self._across(device, self._apart(hops) ^ self._apart(hops + 1))
 
     def _across(self, device: Place, bits: int) -> Place:
-        """Returns the device at the corner that differs in these bits."""
+        """Returns the device that differs in these bits."""
         if self.corners is None:
             return device ^ bits
         there = _looked_up(np.array(self.corners), device) ^ bits
         return _looked_up(np.argsort(self.corners), there)
 
     def _apart(self, hops: int) -> int:
-        """Returns the bits in which devices differ that are so many hops apart."""
+        """Returns the bits that change over so many hops."""
         count = hops % self.size
         bits = [bit for bit in range(self.dimensions) if (count ^ count >> 1) >> bit & 1]
         return sum(1 << (bit + self.first) % self.dimensions for bit in bits)
@@ -263,7 +262,7 @@ def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
 def walks_of_places(
     places: Int[np.ndarray, "size dims"], around: Int[np.ndarray, " dims"]
 ) -> tuple[Walk, ...]:
-    """Returns the walks of devices that are a torus or a cube; otherwise none.
+    """Returns the walks of a torus or a cube; otherwise none.
 
     `around` is each dimension's length, or 0 if it is open.
     """

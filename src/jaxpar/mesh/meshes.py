@@ -45,8 +45,8 @@ def make_mesh(
 
     Raises:
       TypeError: axes are neither text nor a mapping of names to integers.
-      ValueError: there are no devices, an axis is malformed or repeated, a size is not positive,
-        several sizes are -1, or the product of sizes is not the number of devices.
+      ValueError: there are no devices, an axis is malformed or repeated, `axis_types` has other
+        names, a size is not positive, several are -1, or the product is not the number of devices.
 
     The order on TPUs, if the devices are a box of chips:
 
@@ -89,7 +89,7 @@ def make_mesh(
 
 
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
-    """Returns why an axis is not a closed ring with steps of one link; None if it is.
+    """Returns why an axis is no closed ring of links; None if it is.
 
     An axis of two devices counts as closed: three such axes are a cube.
     """
@@ -102,7 +102,7 @@ def why_not_closed(mesh: Mesh, name: str) -> str | None:
 
 
 def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
-    """Returns the walks of a single axis that share no link, with hops of one link."""
+    """Returns a single axis' walks that share no link."""
     rings = _rings(mesh, (name,))
     if rings.shape[1] < 8 or not _stays_within_a_slice(mesh, name):
         return ()
@@ -127,7 +127,7 @@ def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
 
 
 def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
-    """Returns the number of messages on the busiest link if all rings send in both directions.
+    """Returns the busiest link's messages if all rings send in both directions.
 
     A hop takes one dimension after the other, in the shorter direction.
     """
@@ -153,7 +153,7 @@ def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
         return (place + way) % size if walk is None else walk.next(place, way, hop)
 
     def targets(hop: int) -> list[list[int]]:
-        """Returns the place to which each device sends, for all rings over the same devices."""
+        """Returns where each device sends, for all rings over the same devices."""
         of_all = product(directions, walks or (None,))
         return [[target(place, way, walk, hop) for place in range(size)] for way, walk in of_all]
 
@@ -174,7 +174,7 @@ def _busiest(
     extent: Int[np.ndarray, " dims"],
     closed: Bool[np.ndarray, " dims"],
 ) -> int:
-    """Returns the number of messages on the busiest link if all places send at once."""
+    """Returns the busiest link's messages if all places send at once."""
     at, used = np.broadcast_to(start, to.shape).copy(), [np.empty((0, len(extent) + 1), int)]
     for dim in range(1, len(extent)):  # between slices there are no links
         apart = to[..., dim] - at[..., dim]
@@ -192,7 +192,6 @@ def _busiest(
 
 
 def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size"]:
-    """Returns each ring's devices in logical order."""
     order = ring_positions(mesh, names)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in names]
     along = [i for i, name in enumerate(mesh.axis_names) if name in names]
@@ -226,7 +225,7 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
 
 @public
 def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
-    """Returns the device orders of the rings of `mode="multi-ring"`.
+    """Returns the device orders of the rings of `mode="multi-ring"` over several axes.
 
     Each axis of more than one device gives one ring, which goes through all devices. If each axis
     is a closed ring of links, each step is one link, and the rings use every link of that torus
@@ -234,7 +233,8 @@ def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.nda
 
     Args:
       mesh: a concrete or an abstract mesh.
-      axis: a mesh axis, or several of 3 devices or more. Axes of one device are ignored.
+      axis: several mesh axes of 3 devices or more; axes of one device are ignored. A single axis
+        gives its ring.
 
     Returns:
       `rings[r, s]`: the position, counted over the axes in mesh order, of the device at step `s` of

@@ -27,19 +27,19 @@ def on_torus(device: Any) -> bool:
 
 
 def slice_of(device: Any) -> int:
-    """Returns the number of the device's slice, or 0."""
+    """Returns the device's slice number, or 0."""
     return getattr(device, "slice_index", None) or 0
 
 
 def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.ndarray, " dims"]:
-    """Returns which dimensions of a slice have a link from the last chip to the first."""
+    """Returns which dimensions of a slice wrap around."""
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
     return np.full(extent.shape, (extent % 4 == 0).all())  # only full cubes have closed dimensions
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:
-    """Arranges TPU devices in a grid of `shape`; None unless they are boxes of one extent.
+    """Arranges TPU devices in `shape`; None unless they are boxes of one extent.
 
     Slices go to the first axes, as far as sizes divide, with equal layouts.
     """
@@ -65,7 +65,7 @@ def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarra
 
 
 def _box(devices: list[Any]) -> Shaped[np.ndarray, "*extent cores"] | None:
-    """Puts a slice's devices at their coordinates; None if that leaves holes."""
+    """Puts a slice's devices at their coordinates; None if holes remain."""
     coords = np.array([device.coords for device in devices])
     extent = coords.max(axis=0) - coords.min(axis=0) + 1
     cores, rest = divmod(len(devices), int(extent.prod()))
@@ -118,7 +118,6 @@ def torus_order(
     steps.
 
     Args:
-      shape: sizes of the mesh's axes.
       box: chips along each dimension.
       closed: whether each dimension is closed.
       cores: devices of a chip.
@@ -188,7 +187,7 @@ class _TileSearch:
 
 @lru_cache(maxsize=1024)
 def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_TileChoice, ...]:
-    """Returns every tile of `size` places, the best one first."""
+    """Returns every tile of `size` places, the best first."""
     options: list[_TileChoice] = []
     for sizes in _tilings(size, dims):
         sides = tuple(map(_Side, sizes, dims))
@@ -202,7 +201,7 @@ def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_TileChoice, ...]:
 
 @lru_cache(maxsize=1024)
 def _tilings(size: int, dims: tuple[_Dim, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sides of every tile; of equal dimensions, only one order."""
+    """Returns each tile's sides; of equal dimensions, only one order."""
     if not dims:
         return ((),) if size == 1 else ()
     first, *others = dims
@@ -217,7 +216,7 @@ def _tilings(size: int, dims: tuple[_Dim, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
-    """Returns the longest step of a tile's walk, and the sum of all steps, in links."""
+    """Returns a walk's longest step, and the sum, in links."""
     walk = _walk(sides)
     steps = np.zeros(len(walk), int)
     for place, (_, dim) in zip(walk.T, sides, strict=True):
@@ -267,7 +266,7 @@ def _walk(sides: tuple[_Side, ...]) -> Int[np.ndarray, "size dims"]:
 
 
 def _snake(sizes: list[int]) -> Int[np.ndarray, "size dims"]:
-    """Returns a walk through a box by steps to neighbours, the last dimension fastest."""
+    """Returns a box walk by neighbours, the last dimension fastest."""
     path = np.zeros((1, 0), int)
     for size in reversed(sizes):
         rows = [path if row % 2 == 0 else path[::-1] for row in range(size)]

@@ -29,11 +29,11 @@ class Walk:
         return self.size
 
     def behind(self, device: Place, distance: Any) -> Place:
-        """Returns the device from which so many hops lead to this one."""
+        """Returns the device that is so many hops behind this one."""
         raise NotImplementedError
 
     def next(self, device: int, direction: int, hops: Any) -> int:
-        """Returns the device that receives a block next, after so many hops to this one."""
+        """Returns a block's next device, after so many hops to this one."""
         raise NotImplementedError
 
 
@@ -67,8 +67,7 @@ class AxisLinks:
 
     Attributes:
       walks: the walks of single axes that are a torus or a cube; they share no link.
-      messages: the messages on the busiest link if all rings send in both directions. None:
-        unknown.
+      messages: on the busiest link if all rings send in both directions. None: unknown.
     """
 
     walks: Mapping[str, tuple[Walk, ...]] = field(default_factory=dict[str, tuple[Walk, ...]])
@@ -87,7 +86,7 @@ _known: dict[tuple[Any, ...], AxisLinks] = {}
 
 
 def note_links(mesh: Mesh, links: AxisLinks) -> None:
-    """Remembers the links of a mesh's axes; for meshes that look alike, the common ones."""
+    """Remembers a mesh's links; for meshes that look alike, the common ones."""
     key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
     _known[key] = _known[key].common(links) if key in _known else links
 

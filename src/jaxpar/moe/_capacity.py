@@ -32,19 +32,19 @@ POLICIES = ("probability", "position")
 def expert_capacity(
     tokens: Integer, top_k: Integer, experts: Integer, factor: Number | Fraction
 ) -> int:
-    """Computes the capacity of each expert: its even share of choices times `factor`, rounded up.
+    """Computes an expert's capacity: its even share of choices times `factor`, rounded up.
 
     Args:
-      tokens: the number of this device's tokens.
+      tokens: this device's.
       top_k: experts per token.
-      experts: the number of all experts.
-      factor: at least 0, taken as written: 1.1 means 11/10.
+      experts: all experts.
+      factor: at least 0, as written: 1.1 means 11/10.
 
     Returns:
       `ceil(factor * tokens * top_k / experts)`, exactly.
 
     Raises:
-      TypeError: a number of the wrong type.
+      TypeError: a wrong type.
       ValueError: a negative number, a factor that is not finite, no experts.
 
     Cost: none.
@@ -65,7 +65,7 @@ def expert_capacity(
 
 
 def as_factor(argument: str, given: Any, finite: str) -> Fraction:
-    """Returns a number as a fraction, or raises. `finite` is the remedy for infinity."""
+    """Returns a fraction, or raises with remedy `finite` for infinity."""
     if not isinstance(given, Fraction):
         check_number(argument, given, finite=finite)
         return Fraction(str(given))
@@ -78,10 +78,10 @@ def as_factor(argument: str, given: Any, finite: str) -> Fraction:
 def limit_capacity(
     routing: RoutingLike, capacity: Integer, *, policy: Policy = "probability"
 ) -> Routing:
-    """Drops choices beyond each expert's capacity, among this device's tokens.
+    """Drops this device's choices beyond each expert's capacity.
 
     Args:
-      routing: local choices `[t, k]`. Those that were dropped before take no room.
+      routing: local choices `[t, k]`. Choices dropped before take no room.
       capacity: the most of this device's tokens that an expert keeps, static; see
         `expert_capacity`.
       policy: `"probability"` keeps the largest weights, NaN first, and the earlier one of equal
@@ -94,9 +94,9 @@ def limit_capacity(
       TypeError: a capacity that is no integer.
       ValueError: a negative capacity, an unknown policy.
 
-    Cost: nothing is sent. A capacity of t or more is free. Otherwise t k E operations and running
-    counts over `[t, E]`, by matmuls. `"probability"` does not sort: it makes 16 passes over
-    `[t, E]` for float32.
+    Cost: nothing is sent. A capacity of t or more is free. Otherwise t k E operations, and running
+    counts over `[t, E]` by matmuls. `"probability"` makes 16 passes over `[t, E]` for float32,
+    without a sort.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]])), 1)
@@ -131,7 +131,7 @@ def check_policy(argument: str, policy: Any) -> None:
 
 
 def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:
-    """Returns unsigned integers of at least 1, in the order of the weights."""
+    """Returns integers of at least 1, ordered like weights."""
     # Bits of positive floats sort like the floats, and bits of negative floats in reverse. So
     # negative ones are inverted. Positive ones get the sign bit, which puts them above.
     weights = lax.stop_gradient(weights)
@@ -143,9 +143,9 @@ def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:
 
 
 def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tokens experts"]:
-    """Returns which `keys` are among the `most` largest of their column.
+    """Returns which `keys` are their column's `most` largest, earlier ones of equal first.
 
-    The earlier of equal keys comes first. Keys of 0 are never among them.
+    Keys of 0 are never among them.
     """
     bits = 8 * keys.dtype.itemsize
 
@@ -170,7 +170,7 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
 
 
 def _running_count(flags: Bool[Array, "tokens experts"]) -> Int32[Array, "tokens experts"]:
-    """Counts the `flags` of each column, up to and including each row.
+    """Counts each column's `flags` up to each row.
 
     Its matmuls are exact at any precision. `jnp.cumsum` takes seconds to compile for TPU.
     """
@@ -187,7 +187,7 @@ def _running_count(flags: Bool[Array, "tokens experts"]) -> Int32[Array, "tokens
 
 
 def _triangle(size: int, diagonal: int) -> Float32[Array, "{size} {size}"]:
-    """Returns 1 at and below a diagonal. Multiplying by it sums all rows up to each."""
+    """Returns 1 at and below a diagonal."""
     return jnp.tri(size, k=diagonal, dtype="float32")
 
 
@@ -201,26 +201,21 @@ class Bounds:
     buffer_factor: float | None  # buffers hold this multiple of the average; None: the worst case
 
     def rows(self, tokens: int) -> int:
-        """Returns the rows of a receive buffer, for `tokens` tokens on each device."""
         worst = self.devices * min(tokens, self._from_device(tokens))
         return self._limit(worst, tokens * self.targets)
 
     def pairs(self, tokens: int, sources: int, rows: int) -> int:
-        """Returns the size of a buffer of pairs of a token and a local expert.
-
-        `rows` tokens arrive from `sources` devices of `tokens` tokens each.
-        """
+        """Returns a buffer's size, for pairs of arrived tokens and local experts."""
         worst = min(rows * min(self.top_k, self.local), sources * self._from_device(tokens))
         share = min(self.local, self.experts) / self.experts  # of a device without padding
         return self._limit(worst, tokens * sources * self.top_k * share)
 
     def average(self, tokens: int, sources: int) -> float:
-        """Returns an expert's average number of pairs."""
         return tokens * sources * self.top_k / self.experts
 
     @property
     def targets(self) -> float:
-        """Returns a token's average number of distinct devices, if experts are equally likely."""
+        """Returns a token's average number of devices."""
         chosen = min(
             self.top_k, self.experts
         )  # a token may have more choices than there are experts
@@ -229,12 +224,12 @@ class Bounds:
 
     @property
     def needed(self) -> float:
-        """Returns how many of the `targets` have experts, on average."""
+        """Returns how many `targets` have experts on average."""
         full = -(-self.experts // self.local)
         return self.targets * full / self.devices
 
     def _from_device(self, tokens: int) -> int:
-        """Returns the most pairs of one device's tokens with another device's experts."""
+        """Returns the most pairs between two devices."""
         capacity = tokens if self.capacity is None else min(tokens, self.capacity)
         return min(tokens * min(self.top_k, self.local), capacity * self.local)
 

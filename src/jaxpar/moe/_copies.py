@@ -1,7 +1,7 @@
 """Copies of rows in another order: the row of each copy, and the places of each row's copies.
 
-So copying rows and summing copies are gathers, each the derivative of the other. Scatter-adds,
-which accelerators run one by one, are not needed. An empty copy belongs to no row.
+So copying rows and summing copies are gathers, each the derivative of the other, instead of slow
+scatter-adds. An empty copy belongs to no row.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,6 @@ from jaxpar.compiler.unwritten_memory import unwritten
 
 
 class Copies(NamedTuple):
-    """Up to k copies of each row, in another order."""
-
     source: Int32[Array, " copies"]  # the row of each copy; at least `rows` for empty copies
     places: Int32[Array, "rows k"]  # where each row's copies are; at least `copies` for none
 
@@ -31,10 +29,10 @@ class Copies(NamedTuple):
 def copies_by_key(
     keys: Int[Array, "rows k"], keys_count: int, capacity: int, spare: int = 0
 ) -> tuple[Copies, Int32[Array, " {keys_count}"]]:
-    """Makes one copy of a row for each of its keys, sorted by key, then by row.
+    """Copies a row for each key, sorted by key, then by row.
 
-    Keys outside of 0 to `keys_count - 1` get none. Copies beyond `capacity` are dropped, and
-    `spare` empty ones follow. Returns also each key's number of copies, dropped ones included.
+    Keys outside of 0 to `keys_count - 1` get none. Copies beyond `capacity` are dropped; `spare`
+    empty ones follow. The counts of keys include dropped copies.
     """
     rows, k = keys.shape
     count = rows * k
@@ -60,7 +58,7 @@ def copies_by_key(
 def spread(
     copies: Copies, x: Shaped[Array, "rows *row"], *, fill: bool = True, blank: bool = False
 ) -> Shaped[Array, "copies *row"]:
-    """Returns the row of `x` for each copy, and 0 for empty copies.
+    """Returns each copy's row of `x`, 0 for empty copies.
 
     Without `fill` empty copies hold anything, which saves a pass on TPU. `blank` describes the
     cotangent, as in `collect`.
@@ -74,7 +72,7 @@ def spread(
 def collect(
     copies: Copies, y: Shaped[Array, "copies *row"], *, blank: bool = False
 ) -> Shaped[Array, "rows *row"]:
-    """Returns the sum of each row's copies in `y`; narrow floats are summed in float32.
+    """Sums each row's copies in `y`, narrow floats in float32.
 
     With `blank` the last row of `y` is an empty copy and 0, which saves a pass on TPU. Otherwise
     empty copies are not read.
@@ -91,7 +89,7 @@ def take_rows(
     places: Int[Array, " taken"],
     fill: Shaped[Array, ""] | int | None = 0,
 ) -> Shaped[Array, "taken *row"]:
-    """Returns `x[places]`. Places outside of `x` give `fill`, or any row if it is None."""
+    """Returns `x[places]`, `fill` outside, or any row if None."""
     shape = (*places.shape, *x.shape[1:])
     if not prod(shape) or not x.shape[0]:
         return zeros_alike(shape, x.dtype, x, places)
@@ -145,7 +143,6 @@ def _sum(
 def _sum_at_once(
     y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"]
 ) -> Shaped[Array, "rows *row"]:
-    """Sums by gathers that fuse with the additions."""
     dtype = addition_dtype(y.dtype)
     total = zeros_alike((len(places), *y.shape[1:]), dtype, y, places)
     for column in range(places.shape[1]):
@@ -156,7 +153,7 @@ def _sum_at_once(
 def _sum_firsts(
     y: Shaped[Array, "copies *row"], places: Int[Array, "rows k"], lengths: list[int], blank: bool
 ) -> Shaped[Array, "sums *row"]:
-    """Sums the rows of `y` at `places`, with column j for the first lengths[j] rows only."""
+    """Sums rows at `places`: column j for the first lengths[j] rows."""
     dtype, shape = addition_dtype(y.dtype), (lengths[0], *y.shape[1:])
     if not prod(shape) or not len(y):
         return zeros_alike(shape, y.dtype, y, places)

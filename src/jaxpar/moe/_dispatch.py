@@ -31,9 +31,8 @@ Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array,
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """The base of dispatch algorithms.
-
-    `tensor` is the ring that shards the experts' hidden features, if it shards tokens too.
+    """The base of dispatch algorithms; `tensor` is the ring that shards hidden features and tokens, if
+    any.
     """
 
     name: ClassVar[str]  # shown in profiles
@@ -50,7 +49,7 @@ class Exchange(ABC):
 
         Returns the results, and the number of pairs that this device computed.
 
-        With two stages, the next chunk arrives during the first, and earlier results go back during
+        With two stages, the next chunk arrives during the first, and earlier results return during
         the second. Unsent tokens pass through the barriers too, or a compiler would send them
         early.
         """
@@ -95,10 +94,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
-        """Sends results back, and returns their sum for each token."""
+        """Sends results back; sums them for each token."""
 
     def begin(self, tokens: Arrived, experts: Experts, sent: int, sources: int) -> Pairs | InSlots:
-        """Sorts arrived tokens by expert, and in two stages computes hidden features.
+        """Sorts arrived tokens by expert; in two stages computes hidden features.
 
         Each of `sources` devices sent at most `sent` tokens.
         """
@@ -112,7 +111,7 @@ class Exchange(ABC):
     def finish(
         self, pairs: Pairs | InSlots, experts: Experts
     ) -> tuple[Float[Array, "arrived d"], Int32[Array, ""]]:
-        """Returns this device's share of the results, and the number of pairs in it."""
+        """Returns its share of results, and pairs therein."""
         out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")
         if self.tensor is None:
             return out, computed
@@ -124,7 +123,7 @@ class Exchange(ABC):
 
 @dataclass(frozen=True)
 class Ragged(Exchange):
-    """Sends each token to the devices that it needs, by a ragged all-to-all."""
+    """Sends tokens where needed, by a ragged all-to-all."""
 
     name: ClassVar[str] = "ragged"
 
@@ -182,7 +181,7 @@ def apply_shared(
     activation: Activation,
     precision: PrecisionLike,
 ) -> Float[Array, "rows d"]:
-    """Applies experts to all rows, sharded over the tensor axis if there is one."""
+    """Applies experts to all rows, over any tensor axis."""
     if axes.tensor is None:
         return _apply_whole(rows, experts, activation, precision)
     sequence_dim = 0 if axes.sharded else None

@@ -1,4 +1,4 @@
-"""`RaggedDispatcher`, which sends each row to the devices that it names and sums the results."""
+"""`RaggedDispatcher`, which sends rows to the devices that they name and sums results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from jaxpar.moe._trip import Trip, bring_back, send
 )
 @dataclass(frozen=True)
 class RaggedDispatcher:
-    """A plan that dispatches rows to the devices that they name, and combines the results.
+    """A plan that dispatches rows to devices that they name, and combines results.
 
     `from_target_device_ids` makes it, inside `jax.shard_map`. A device receives at most `capacity`
-    rows, sorted by sending device. Rows of one device keep their order. Rows that do not fit are
-    not sent: the last rows of the last devices.
+    rows, sorted by sending device, in each device's order. Rows that do not fit are not sent: the
+    last rows of the last devices.
 
-    An all-gather tells all devices the sizes. After that only rows travel. A plan is a pytree. It
-    serves any number of dispatches and combines.
+    An all-gather tells all devices the sizes; later only rows travel. A plan is a pytree, for any
+    number of dispatches and combines.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -53,8 +53,8 @@ class RaggedDispatcher:
       >>> f(jnp.arange(8.0), jnp.array([[0, 5]] * 7 + [[3, 3]]))  # to two devices, or one
       Array([ 0.,  4.,  8., 12., 16., 20., 24., 14.], dtype=float32)
 
-    Source: the sort-based dispatch of Gale et al., "MegaBlocks" (2022), and one copy a device as in
-    DeepSeek-AI, "DeepSeek-V3 technical report" (2024).
+    Source: Gale et al., "MegaBlocks" (2022), for the sort; DeepSeek-AI, "DeepSeek-V3 technical
+    report" (2024), for one copy a device.
     """
 
     _copies: Copies
@@ -72,13 +72,13 @@ class RaggedDispatcher:
         axis: AxisLike,
         mask: ArrayLike | None = None,
     ) -> RaggedDispatcher:
-        """Computes the plan for rows that name their devices.
+        """Plans for rows that name their devices.
 
         Args:
-          target_device_ids: integers, local `[t]` or `[t, k]`: each row's target devices, as
-            `lax.axis_index(axis)` counts them. An entry outside of 0 to n-1 sends nothing. A device
+          target_device_ids: integers, local `[t]` or `[t, k]`: rows' target devices, as
+            `lax.axis_index(axis)` counts them. Entries outside of 0 to n-1 send nothing. A device
             that a row repeats gets it once.
-          axis: one mesh axis, a tuple or list of them in any order, or an `Axis`.
+          axis: mesh axes, in any order, or an `Axis`.
           mask: bool, shaped like `target_device_ids`; False sends nothing.
 
         Returns:
@@ -134,7 +134,7 @@ class RaggedDispatcher:
 
     @property
     def input_offsets(self) -> Array:
-        """Returns where each device's rows begin among the copies to send: int32[n]."""
+        """Returns where each device's rows begin in the copies to send: int32[n]."""
         return _starts(self.send_sizes, 0)
 
     @property
@@ -144,7 +144,7 @@ class RaggedDispatcher:
 
     @property
     def dropless_capacity(self) -> int:
-        """Returns the capacity that cannot overflow: all rows of all devices."""
+        """Returns the capacity that cannot overflow: all devices' rows."""
         return self._ring.size * self._devices.shape[0]
 
     @public
@@ -152,7 +152,7 @@ class RaggedDispatcher:
         """Counts the rows for this device that do not fit.
 
         Args:
-          capacity: the rows of the receive buffer.
+          capacity: rows of the receive buffer.
 
         Returns:
           int32[], varying over the axis.
@@ -181,21 +181,21 @@ class RaggedDispatcher:
 
         Args:
           data: pytree of local arrays `[t, ...]` of any dtypes.
-          capacity: the rows of each device's receive buffer.
+          capacity: rows of each receive buffer.
 
         Returns:
           `(received, valid)`: arrays `[capacity, ...]`, and bool[capacity], True for the first
-          rows, which arrived. All others hold *anything*, NaN included: mask them by `jnp.where`
-          before any arithmetic. Their cotangents are not read.
+          rows, which arrived. Others hold *anything*, NaN included: mask them by `jnp.where` before
+          any arithmetic. Their cotangents are not read.
 
         Raises:
           TypeError: a capacity that is no integer; an array of keys.
           ValueError: a capacity below 0; arrays of another number of rows.
 
-        Cost: each row goes once to each of its devices, and in the derivative its cotangent
-        returns. Arrays of at most 1/8 of the largest one's bytes join its exchange, or share
-        another if the largest has more than 8 MiB. Every other array has its own. Memory: at most
-        `t min(k, n)` copies to send, and the receive buffer. A single device sends nothing.
+        Cost: a row goes once to each of its devices, and its cotangent back. Arrays of at most 1/8
+        of the largest one's bytes join its exchange, or share another if the largest has more than
+        8 MiB. Others have their own. Memory: at most `t min(k, n)` copies to send, and the receive
+        buffer. A single device sends nothing.
 
         Example:
           >>> mesh = make_mesh("ep=8")
@@ -219,12 +219,12 @@ class RaggedDispatcher:
 
     @public
     def combine(self, data: Tree, capacity: Integer) -> tuple[Tree, Array]:
-        """Sends results back to their rows' devices, and sums them for each row.
+        """Sends results back, and sums them for each row.
 
         Args:
-          data: pytree of local arrays `[capacity, ...]`: results in the order of `dispatch`. Rows
-            that are not valid are not read.
-          capacity: the same as in `dispatch`.
+          data: pytree of local arrays `[capacity, ...]`: results in the order of `dispatch`.
+            Invalid rows are not read.
+          capacity: as in `dispatch`.
 
         Returns:
           `(combined, valid)`: each row's sum over the devices that received it, `[t, ...]`, or 0 if
@@ -235,7 +235,7 @@ class RaggedDispatcher:
           TypeError: a capacity that is no integer; an array of bools or keys, which have no sum.
           ValueError: a capacity below 0; arrays that do not have `capacity` rows.
 
-        Cost: the same as `dispatch`.
+        Cost: as `dispatch`.
 
         Example:
           >>> mesh = make_mesh("ep=8")
@@ -260,7 +260,7 @@ class RaggedDispatcher:
     def _trip(
         self, capacity: int
     ) -> tuple[Trip, Bool[Array, "tokens k"], Bool[Array, " {capacity}"]]:
-        """Returns the transfers, which entries' copies fit, and which rows arrive."""
+        """Returns transfers, entries that fit, and arriving rows."""
         me, sizes = self._ring.index(), self._sizes
         # A device gets the room that devices before it leave in a buffer. All compute the same
         # cuts, so that both sides agree.
@@ -287,7 +287,7 @@ def _starts(sizes: Int32[Array, "*n"], axis: int) -> Int32[Array, "*n"]:
 
 
 def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "tokens k"]:
-    """Replaces repeated devices of a row by n, which means none."""
+    """Replaces repeated devices by n, for none."""
     k = devices.shape[1]
     left = np.tri(k, k=-1, dtype=bool)[None]
     # [tokens, k, k]: whether an entry names the same device as another to its left.

@@ -1,7 +1,7 @@
-"""Experts: MLPs of equal shape, each applied to its own rows, in full buffers or in blocks.
+"""Experts: MLPs of equal shape, each for its own rows, in full buffers or in blocks.
 
-Lowering chooses. Full buffers suit a kernel for grouped products. Blocks compute hidden rows again
-for the gradients, so that no array is as long as the buffer and as wide as the hidden layer.
+Lowering chooses. Full buffers suit a kernel for grouped products. Blocks recompute hidden rows for
+gradients, so that no array is as long as the buffer and as wide as the hidden layer.
 """
 
 from __future__ import annotations
@@ -59,36 +59,35 @@ def apply_experts(
     """Computes the MLP of each row's expert, for rows sorted by expert.
 
     Args:
-      x: `[a, d]`: the rows of expert 0, then of expert 1, and so on. Rows past the sum of
-        `group_sizes` have no expert and may hold anything, NaN included.
-      experts: `Experts`, or a mapping with the same keys; all but biases in the dtype of `x`.
+      x: `[a, d]`: rows of expert 0, then 1, and so on. Rows past the sum of `group_sizes` have no
+        expert and may hold anything, NaN included.
+      experts: `Experts`, or a mapping with the same keys; all but biases in `x`'s dtype.
       group_sizes: integers `[e]`, the rows of each expert.
-      activation: a function of `[rows, f]` that treats each row alone, or a
+      activation: a function of `[rows, f]`, of each row alone, or a
         `jaxpar.layers.GatedActivation`.
-      weights: factors of the result's rows, floats `[a]`, or None. Those of rows without an expert
-        may hold anything.
+      weights: factors of the result's rows, floats `[a]`, or None. Without an expert, anything.
       implementation: as in `grouped_matmul`.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: as in `grouped_matmul`, for all products.
 
     Returns:
-      `[a, d]`, varying over all mesh axes of the operands. Rows without an expert are zero. Their
-      gradients are zero too, and those of their weights.
+      `[a, d]`, varying over all mesh axes of the operands. Rows without an expert are zero, as are
+      their gradients and those of their weights.
 
     Raises:
       TypeError: operands of different dtypes, or bools; biases that `x` cannot hold; unknown keys;
         a wrong type.
       ValueError: wrong shapes, a gate_bias without a gate, an unknown implementation.
 
-    Cost: nothing is sent. 4 d f FLOPs for each row with an expert, or 6 d f with a gate, in the
-    blocks of `grouped_matmul`.
+    Cost: nothing is sent. 4 d f FLOPs for each row with an expert, 6 d f with a gate, in blocks of
+    `grouped_matmul`.
 
     Example:
       >>> experts = Experts(up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 6, 4)))
       >>> apply_experts(jnp.ones((3, 4)), experts, jnp.array([1, 1]), activation=jax.nn.relu)[:, 0]
       Array([24., 24.,  0.], dtype=float32)
 
-    Source: Shazeer, "GLU variants improve transformer" (2020), for the gate.
+    Source: Shazeer, "GLU variants improve transformer" (2020).
     """
     experts, x = expert_arrays(experts), as_array("x", x)
     sizes = as_integers("group_sizes", group_sizes)
@@ -109,10 +108,7 @@ def apply_experts(
 
 
 def closes_over_arrays(activation: Activation, experts: Experts, dtype: Any) -> bool:
-    """Returns whether `activation` holds arrays, which may have gradients.
-
-    Raises unless it keeps the number of hidden features.
-    """
+    """Returns whether `activation` holds arrays, which may have gradients."""
     up = zeros_alike((1, experts.up.shape[2]), dtype, experts.up)
     gate = None if experts.gate is None else up
     return bool(jax.closure_convert(partial(activate, activation), up, gate)[1])
@@ -183,7 +179,7 @@ def check_weights(weights: Array, x: Array) -> None:
 
 
 def clear_rows(operands: Operands, group_sizes: Int32[Array, " groups"]) -> Operands:
-    """Sets rows without an expert to 0, and so their gradients."""
+    """Clears rows without an expert, and their gradients."""
     weights = None if operands.weights is None else clear(operands.weights, group_sizes)
     return operands._replace(x=clear(operands.x, group_sizes), weights=weights)
 
@@ -207,7 +203,6 @@ def gradients_whole(
 def forward_blocks(
     mlp: Mlp, lengths: tuple[int, ...], operands: Operands, group_sizes: Int32[Array, " groups"]
 ) -> Num[Array, "rows d"]:
-    """Computes `Mlp.forward` block by block, and saves no projections."""
     x, experts, weights = operands
 
     def one_group(
@@ -234,7 +229,6 @@ def gradients_blocks(
     projected: Any,
     ct: Num[Array, "rows d"],
 ) -> Operands:
-    """Computes `Mlp.gradients` block by block, and projects again."""
     x, experts, weights = operands
 
     def one_group(grads: Operands, group: Int[Array, ""], fold: Callable[..., Any]) -> Operands:
@@ -278,7 +272,7 @@ def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
 def expert_mlp(
     mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]
 ) -> tuple[Num[Array, "rows d"], Projected]:
-    """Returns the result, and the projections for its gradients, or zeros.
+    """Returns the result, and projections or zeros.
 
     All operands vary alike. The second result has no cotangent.
     """

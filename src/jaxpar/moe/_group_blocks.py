@@ -1,6 +1,6 @@
 """Grouped products by loops over blocks of rows.
 
-Group sizes are known only at run time. An outer loop takes one group's weight at a time. Inner
+Group sizes are known only at run time. An outer loop takes one group's weight at a time; inner
 loops take its rows in blocks of static lengths, long ones first. So the work follows the rows, not
 the buffer or the number of groups.
 """
@@ -28,7 +28,7 @@ GPU_LENGTHS = (1024, 256)
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one group, with a dynamic start and a static length."""
+    """A group's rows, with dynamic start, static length."""
 
     at: Int32[Array, ""]  # the first row of the block
     inside: Bool[Array, "length 1"]  # the group's rows that were in no block before
@@ -37,7 +37,6 @@ class Block:
         return lax.dynamic_slice_in_dim(x, self.at, len(self.inside))
 
     def masked(self, x: Num[Array, "rows d"]) -> Num[Array, "length d"]:
-        """Returns the block's rows of `x`, with 0 where not `inside`."""
         return jnp.where(self.inside, self.cut(x), 0)
 
     def place(
@@ -54,7 +53,7 @@ def fold_groups(
     state: Tree,
     one_group: Callable[[Tree, Array, Callable[..., Any]], Tree],
 ) -> Tree:
-    """Folds `one_group(state, group, fold)` over the groups that have rows.
+    """Folds `one_group(state, group, fold)` over groups with rows.
 
     `fold(step, state)` folds `step(state, block)` over the group's blocks.
     """
@@ -138,7 +137,7 @@ def blocks_rows_product(
     columns: int,
     dtype: Any,
 ) -> Num[Array, "rows {columns}"]:
-    """Multiplies each row by its group's weight, 0 past the last group."""
+    """Multiplies rows by group weights, 0 past groups."""
 
     def one_group(
         out: Num[Array, "rows out"], group: Int[Array, ""], fold: Callable[..., Array]
@@ -177,7 +176,7 @@ def blocks_group_products(
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over a group's blocks, added to arrays that have a place for each group."""
+    """Sums over blocks, added to arrays by group."""
 
     group: Int[Array, ""]
 

@@ -1,7 +1,7 @@
 """Grouped matmuls: rows sorted by group, each multiplied by its group's weight.
 
-Two products are closed under differentiation: rows by weights, and sums of outer products of rows
-for each group. Lowering chooses a ragged dot, which TPUs have a kernel for, or loops over blocks.
+Two products are closed under differentiation: rows by weights, and each group's sum of outer
+products. Lowering chooses a ragged dot, for which TPUs have a kernel, or loops over blocks.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ def grouped_matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> Array:
-    """Multiplies each row by the weight of its group, for rows sorted by group.
+    """Multiplies rows, sorted by group, by their group's weight.
 
     Args:
-      lhs: `[m, k]`: the rows of group 0, then of group 1, and so on. Rows past the sum of
-        `group_sizes` have no group and may hold anything, NaN included.
-      rhs: `[g, k, n]`, a weight for each group, in the dtype of `lhs`.
-      group_sizes: integers `[g]`, not negative: the rows of each group. If they sum to more than
-        `m`, the last groups are cut.
-      preferred_element_type: the dtype of partial sums and of the result. None: the operands'
-        dtype, with partial sums of 16-bit or narrower operands in float32 (int32).
-      precision: as in `jax.lax.dot_general`, one value for both operands.
+      lhs: `[m, k]`: rows of group 0, then 1, and so on. Rows past the sum of `group_sizes` have no
+        group and may hold anything, NaN included.
+      rhs: `[g, k, n]`, in the dtype of `lhs`.
+      group_sizes: integers `[g]`, not negative. If they sum to more than `m`, the last groups are
+        cut.
+      preferred_element_type: the dtype of partial sums and result. None: the operands' dtype, with
+        partial sums of 16-bit or narrower operands in float32 (int32).
+      precision: as in `jax.lax.dot_general`, one for both operands.
       implementation: "ragged_dot" is `jax.lax.ragged_dot_general`. TPUs have a kernel for it; other
-        platforms multiply every weight by all rows. "blocks" loops over blocks of rows. "auto"
-        takes a ragged dot on TPUs, and blocks elsewhere.
+        platforms multiply every weight by all rows. "blocks" loops over blocks of rows. "auto" is a
+        ragged dot on TPUs, blocks elsewhere.
 
     Returns:
       `[m, n]`, varying over all mesh axes of the operands. Rows without a group are zero. Their
-      gradients, and those of empty groups' weights, are zero whatever the cotangent holds.
+      gradients, and those of empty groups' weights, are zero whatever the cotangent.
 
     Raises:
       TypeError: operands of different dtypes, or bools; sizes that are no integers; a preferred
         dtype that cannot hold the products; a wrong type.
       ValueError: wrong shapes, an unknown implementation.
 
-    Cost: nothing is sent. 2 k n FLOPs for each row with a group, and as many for each operand's
+    Cost: nothing is sent. 2 k n FLOPs for each row with a group, as many for each operand's
     gradient. Blocks round a group's rows up to a multiple of 16 (on GPUs 256), or in large groups a
     little more. A ragged dot without a kernel costs 2 m g k n FLOPs, and on GPUs g copies of `lhs`.
 
@@ -79,8 +79,7 @@ def grouped_matmul(
       >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0]
       Array([4., 4., 8., 8., 8., 0.], dtype=float32)
 
-    Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022), for
-    groups of any size without padding.
+    Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022).
     """
     sizes = as_integers("group_sizes", group_sizes)
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
@@ -98,7 +97,7 @@ class Kernels:
     precision: Any
 
     def choose(self, rows: int, kernel: Any, masked: Any, blocks: Any, *operands: Any) -> Any:
-        """Runs a TPU kernel, a ragged dot elsewhere, or loops over blocks.
+        """Runs a TPU kernel, a ragged dot, or blocks.
 
         `blocks` gets the lengths of blocks before the operands.
         """
@@ -159,7 +158,7 @@ def rows_product(
     rhs: Num[Array, "groups _ _"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "rows out"]:
-    """Multiplies each row of `lhs` by its group's weight. Operands vary alike."""
+    """Multiplies rows by group weights. Operands vary alike."""
     kernels, inner = product.kernels, product.contracted
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
@@ -208,7 +207,7 @@ def group_products(
     rhs: Num[Array, "rows out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "groups into out"]:
-    """Sums the outer products of each group's rows, 0 for empty groups. Operands vary alike."""
+    """Sums groups' outer products. Operands vary alike."""
     kernels = product.kernels
     sums = product.sums(common_dtype(lhs.dtype, rhs.dtype))
 
@@ -249,7 +248,7 @@ def group_products(
 
 
 def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Array, " groups"]:
-    """Returns the sizes, cut to `rows` in sum. More would lead a kernel out of bounds."""
+    """Cuts sizes to sum to `rows`, or kernels overrun."""
     if group_sizes.dtype.itemsize < 4:
         group_sizes = group_sizes.astype("int32")  # wide enough to count rows
     sizes = jnp.minimum(group_sizes, rows).astype("int32")
@@ -314,7 +313,7 @@ def bind_kernels(implementation: Any, precision: Any) -> Kernels:
 
 
 def bind_preferred(given: Any, operands: Any) -> Any:
-    """Returns the preferred dtype, or raises if it cannot hold the products."""
+    """Returns a preferred dtype that holds the products."""
     preferred = as_dtype("preferred_element_type", given)
     if preferred is not None:
         check_holds("preferred_element_type", preferred, operands, "products")

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: dispatch, experts, combine. It takes a routing or a router."""
+"""The mixture-of-experts layer: dispatch, experts, combine, with a routing or a router."""
 
 from __future__ import annotations
 
@@ -74,50 +74,45 @@ def moe_layer(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> tuple[Array, Statistics]:
-    """Computes the weighted sum of each token's experts, which are sharded over devices.
-
-    Dispatch sends tokens to the devices of their experts. Combine sends results back.
+    """Computes the weighted sum of each token's experts, sharded over devices.
 
     Args:
       tokens: local `[..., d]`, sharded over `axis`.
-      routing: `Routing` of these tokens to all E experts; see `routed_moe_layer` for a router
-        matrix.
+      routing: `Routing` of these tokens to all E experts; for a router matrix see
+        `routed_moe_layer`.
       experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`: `up` and
-        `gate` `[e, d, f]`, `down` `[e, f, d]`; gate and biases are optional. Device 0 has the first
-        e = ceil(E / n) experts, and so on. `pad_experts` fills up the last ones.
-      axis: the mesh axis, or a tuple of them in any order, that shards experts; or an `Axis`.
-        `"all_gather"` uses its mode and `wire_dtype`, and `"ragged"` only a `wire_dtype` of 8 bits,
-        for dispatched rows.
-      dispatch: `"ragged"` sends each token once to each device that it needs, by a ragged
-        all-to-all. `"all_gather"` sends all tokens to all devices, and sums results by a
-        reduce-scatter. `"auto"` takes the one predicted to be faster: all-gather if tokens need
-        nearly all devices, or on TPUs with a 2-dimensional torus about 4 or more.
-      chunks: the number of pieces of the tokens. Each is sent while the experts compute the one
-        before.
-      capacity: the capacity of `limit_capacity`, if any. It makes buffers smaller.
+        `gate` `[e, d, f]`, `down` `[e, f, d]`; gate and biases optional. Device 0 has the first e =
+        ceil(E / n) experts, and so on; `pad_experts` fills up the last.
+      axis: mesh axes that shard experts, in any order, or an `Axis`. `"all_gather"` uses its mode
+        and `wire_dtype`; `"ragged"` only an 8-bit `wire_dtype`, for dispatched rows.
+      dispatch: `"ragged"` sends a token once to each device of its experts, by a ragged all-to-all.
+        `"all_gather"` sends all tokens to all devices, and sums results by a reduce-scatter.
+        `"auto"` takes the one predicted to be faster: all-gather if tokens need nearly all devices,
+        or on TPUs with a 2-dimensional torus about 4 or more.
+      chunks: pieces of the tokens. Each is sent while experts compute the one before.
+      capacity: the capacity of `limit_capacity`, if any, for smaller buffers.
       buffer_factor: the size of receive buffers, in multiples of a balanced load. Choices that do
-        not fit are lost, and counted in `overflow`. None is dropless: buffers hold all tokens of
-        all devices, or what `capacity` leaves.
-      shared: experts of every token, as one wide expert: `up` and `gate` `[d, f]`, `down` `[f, d]`,
+        not fit are lost, and counted in `overflow`. None is dropless: buffers hold all devices'
+        tokens, or what `capacity` leaves.
+      shared: every token's experts, as one wide expert: `up` and `gate` `[d, f]`, `down` `[f, d]`,
         biases `[f]` and `[d]`; replicated over `axis`.
-      activation: an elementwise function, or a `jaxpar.layers.GatedActivation`.
+      activation: elementwise, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
-      sequence_dim: with `tp_axis`, any integer if tokens are sharded over it, or None if they are
-        replicated.
-      fsdp_axis: axes that shard weights further. They are gathered here, and again for the backward
-        pass. The `gather_dtype` of an `Axis` must be the dtype of `tokens`.
-      fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2. Shared experts have no
-        first dimension: theirs is one less. Biases are sharded along their last dimension.
+      sequence_dim: with `tp_axis`, any integer if it shards tokens, None if it replicates them.
+      fsdp_axis: axes that shard weights further, which are gathered in both passes. An `Axis`'s
+        `gather_dtype` must be the dtype of `tokens`.
+      fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
+        experts. Biases are sharded along their last.
       precision: as in `jax.lax.dot_general`.
       implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There each
-        expert has slots, which hold a row each: its average load and three standard deviations
-        more. A batched matmul computes all slots, and blocks compute rows beyond them.
+        expert has slots for single rows: its average load and three standard deviations. A batched
+        matmul computes all slots, blocks the rows beyond.
 
     Returns:
-      The results, like `tokens`, and `Statistics` over `axis` and `data_axis`. Lost choices add
-      nothing. Tokens that `routing.mask` leaves out, and their cotangents, may hold NaN. They reach
-      no expert, not even shared ones, and their results are 0.
+      Results like `tokens`, and `Statistics` over `axis` and `data_axis`. Lost choices add nothing.
+      Tokens that `routing.mask` leaves out, and their cotangents, may hold NaN. They reach no
+      expert, not even shared ones; their results are 0.
 
     Raises:
       TypeError: experts of another dtype, no `Routing`, a wrong type.
@@ -125,11 +120,11 @@ def moe_layer(
         `axis`, an unknown option or axis, an option out of range, a call outside shard_map.
 
     Cost: `"ragged"` sends a token's row, k integers and k weights to each of its devices, and a row
-    returns. `"all_gather"` sends (n-1) t rows in each direction. Each pair of a token and an expert
-    takes matmuls of 2 d f FLOPs each. Empty slots cost as much: an expert with m rows on average
-    has `m + 3 sqrt(m)` slots, rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
-    much again, and computes twice as much. Rows beyond slots are projected again. Each chunk adds
-    its own gradients of weights.
+    returns. `"all_gather"` sends (n-1) t rows in each direction. A pair of token and expert takes
+    matmuls of 2 d f FLOPs each. Empty slots cost as much: an expert with m rows on average has
+    `m + 3 sqrt(m)` slots, rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
+    much, computes twice as much, and projects rows beyond slots again. Each chunk adds its
+    gradients of weights.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -229,7 +224,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 def _showing_options(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Makes `help` show the options of `moe_layer` in place of `**options`."""
+    """Makes `help` show `moe_layer`'s options."""
     own, handed_on = signature(function), signature(moe_layer).parameters
     named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [handed_on[name] for name in LayerOptions.__annotations__]
@@ -257,19 +252,18 @@ def routed_moe_layer(
     capacity_policy: Policy = "probability",
     **options: Unpack[LayerOptions],
 ) -> tuple[Array, Statistics]:
-    """Routes tokens by a router matrix, limits each expert's tokens, and applies `moe_layer`.
+    """Routes tokens by a router matrix, limits experts' tokens, and applies `moe_layer`.
 
     Args:
       tokens: as in `moe_layer`.
-      router: floats `[d, E]`, replicated: a column for each expert.
+      router: floats `[d, E]`, replicated.
       experts: as in `moe_layer`.
       axis: as in `moe_layer`.
       top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `normalize` and `scale`.
       router_bias: the `bias` of `route`.
-      mask: bool `[...]`, False for tokens that reach no expert and no statistics. They may hold
-        NaN.
-      capacity_factor: an expert takes at most `ceil(capacity_factor * t * top_k / E)` of a device's
-        t tokens. Other tokens lose that expert's share. None drops nothing.
+      mask: bool `[...]`, False for tokens that reach no expert and no statistics, and may hold NaN.
+      capacity_factor: an expert takes at most `expert_capacity(t, top_k, E, capacity_factor)` of a
+        device's t tokens; others lose its share. None drops nothing.
       capacity_policy: the `policy` of `limit_capacity`.
       **options: other options of `moe_layer`.
 
@@ -278,9 +272,9 @@ def routed_moe_layer(
 
     Raises:
       TypeError: as in `route`, `limit_capacity` and `moe_layer`.
-      ValueError: the same, and a router that does not fit the tokens.
+      ValueError: the same; a router that does not fit the tokens.
 
-    Cost: that of `route`, `limit_capacity` and `moe_layer`, and a matmul of 2 t d E FLOPs.
+    Cost: of `route`, `limit_capacity` and `moe_layer`, and a matmul of 2 t d E FLOPs.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -326,7 +320,7 @@ def _real(rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"]) -> Float
 def _logits(
     rows: Float[Array, "tokens d"], router: Float[Array, "d experts"], precision: PrecisionLike
 ) -> Float[Array, "tokens experts"]:
-    """Computes logits in float32 at least: scores are sensitive to rounding."""
+    """Computes logits at least in float32: rounding sways scores."""
     wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
     w = vary_over(varying_axes(rows), router.astype(wide))
     return lax.dot(rows.astype(wide), w, precision=precision)

@@ -1,4 +1,4 @@
-"""The experts of a device, applied to the rows that have arrived."""
+"""A device's experts, applied to the rows that have arrived."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows 
 
 
 class Pairs(NamedTuple):
-    """Pairs of a row and an expert of this device, sorted by expert."""
+    """Pairs of a row and a local expert, sorted by expert."""
 
     # With experts in two stages these are hidden rows, [pairs, f].
     rows: Float[Array, "pairs d"]
@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
 
 
 class InSlots(NamedTuple):
-    """Rows, and their choices' slots. A slot holds one row for one expert of this device."""
+    """Rows and their slots, each for one local expert's row."""
 
     rows: Float[Array, "rows d"]
     weights: Float[Array, "rows k"]
@@ -70,7 +70,7 @@ class LocalExperts:
         pairs: int,
         average: float,
     ) -> Pairs | InSlots:
-        """Sorts at most `pairs` pairs by expert, and in two stages computes hidden features.
+        """Sorts at most `pairs` pairs by expert; in two stages computes hidden features.
 
         `first` is the device's first expert, and `average` an expert's mean number of pairs. Rows
         that chose none of its experts may hold anything.
@@ -98,7 +98,7 @@ class LocalExperts:
         return Pairs(sorted_rows, sorted_weights, sizes, copies)
 
     def finish(self, pairs: Pairs | InSlots, experts: Experts) -> Float[Array, "rows d"]:
-        """Returns each row's weighted sum of its experts' results."""
+        """Returns each row's weighted sum of results."""
         if isinstance(pairs, InSlots):
             slots = len(pairs.plan.slots) // len(experts.up)
             lengths = CPU_LENGTHS if traced_for_cpu() else GPU_LENGTHS
@@ -125,7 +125,7 @@ class LocalExperts:
     def _slots(
         self, experts: Experts, rows: Float[Array, "rows d"], pairs: int, average: float
     ) -> int:
-        """Returns the slots of each expert, or 0 for none."""
+        """Returns each expert's slots, 0 for none."""
         most = min(pairs, len(rows))
         if self.implementation != "auto" or not most or not applies_experts_in_slots(average):
             return 0

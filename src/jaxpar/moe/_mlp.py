@@ -1,4 +1,4 @@
-"""The experts' MLP and its gradients, written once for several kinds of products."""
+"""The experts' MLP and its gradients, for several kinds of products."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from jaxpar.moe._grouped import (
 
 @readable
 class Experts(NamedTuple):
-    """The weights of `e` experts, which compute `down(activation(gate x) * up x)`.
+    """The weights of `e` experts: `down(activation(gate x) * up x)`.
 
-    Without a gate they compute `down(activation(up x))`. With a `jaxpar.layers.GatedActivation`
-    they compute `down(function(gate x, up x))`.
+    Without a gate: `down(activation(up x))`. With a `jaxpar.layers.GatedActivation`:
+    `down(function(gate x, up x))`.
 
     Attributes:
       up: `[e, d, f]`.
@@ -96,13 +96,13 @@ def as_experts(given: ExpertsLike) -> Experts:
 
 
 def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
-    """Returns `Experts` of arrays, or raises and names the wrong field."""
+    """Returns `Experts` of arrays; errors name wrong fields."""
     found = {name: w for name, w in as_experts(given)._asdict().items() if w is not None}
     return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in found.items()})
 
 
 class Operands(NamedTuple):
-    """The MLP's differentiable inputs: rows, experts, and a factor for each row of the result."""
+    """The MLP's differentiable inputs, `weights` being factors of result rows."""
 
     x: Num[Array, "rows d"]
     experts: Experts  # in a block one expert's, without the first dimension
@@ -119,34 +119,32 @@ class Products(Protocol):
     def rows(
         self, x: Num[Array, "rows into"], w: Num[Array, "*groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
-        """Multiplies rows by weights `[e, d, f]`, along dimension 1 or 2."""
+        """Multiplies rows by `[e, d, f]`, along 1 or 2."""
         ...
 
     def outer(
         self, x: Num[Array, "rows into"], ct: Num[Array, "rows out"], dtype: Any
     ) -> Num[Array, "*groups into out"]:
-        """Sums the outer products of rows: a weight's gradient."""
+        """Returns a weight's gradient."""
         ...
 
     def spread(self, bias: Num[Array, "*groups out"], dtype: Any) -> Num[Array, "#rows out"]: ...
 
     def total(self, ct: Num[Array, "rows out"], dtype: Any) -> Num[Array, "*groups out"]:
-        """Sums rows: a bias's gradient."""
+        """Returns a bias's gradient."""
         ...
 
     def within(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        """Sets rows to 0 that `outer` and `total` must not read."""
+        """Clears rows that `outer` and `total` must not read."""
         ...
 
     def clear(self, x: Num[Array, "rows out"]) -> Num[Array, "rows out"]:
-        """Sets rows without an expert to 0."""
+        """Clears rows without an expert."""
         ...
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """The experts' computation, without operands and products."""
-
     kernels: Kernels
     activation: Activation
     preferred: Any  # the dtype of partial sums; None: the package's rule
@@ -165,7 +163,7 @@ class Mlp:
         bias: Num[Array, "*groups f"] | None,
         dtype: Any,
     ) -> Num[Array, "rows f"]:
-        """Projects rows. A bias is added to sums before they are rounded."""
+        """Projects rows. Biases are added before rounding."""
         if bias is None:
             return on.rows(x, w, 1, dtype)
         wide = sum_dtype(dtype)
@@ -183,7 +181,7 @@ class Mlp:
         experts: Experts,
         weights: Num[Array, " rows"] | None,
     ) -> tuple[Num[Array, "rows f"], Projected]:
-        """Returns the hidden rows times their weights, and the two projections.
+        """Returns weighted hidden rows, and the two projections.
 
         Weights are part of other arithmetic here. On the results they would take another pass.
         """
@@ -220,7 +218,6 @@ class Mlp:
     def gradients(
         self, on: Products, operands: Operands, projected: Projected, ct: Num[Array, "rows d"]
     ) -> Operands:
-        """Returns the gradients of all operands that are not None."""
         x, experts, weights = operands
         dtypes = jax.tree.map(lambda w: w.dtype, operands)
         hidden, pull = jax.vjp(self.activate, *projected)
@@ -262,7 +259,6 @@ class Mlp:
 
 
 def _back(on: Products, w: Any, ct: Any, dtype: Any) -> Num[Array, "rows d"]:
-    """Returns the gradient of rows that `w` projected."""
     return on.rows(ct.astype(w.dtype), w, 2, dtype)
 
 
@@ -341,7 +337,7 @@ def spread_rows(
     bias: Num[Array, "groups out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "{rows} out"]:
-    """Returns the bias of each row's group. Rows past the last group hold anything."""
+    """Returns rows' biases, past the last group anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
     group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends[None, :], axis=1, dtype="int32")
     return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
@@ -378,6 +374,5 @@ spread_rows.defvjp(_spread_fwd, _spread_bwd)
 def clear(
     rows: Shaped[Array, " rows *row"], group_sizes: Int32[Array, " groups"]
 ) -> Shaped[Array, " rows *row"]:
-    """Sets rows without an expert to 0."""
     inside = in_groups(group_sizes, len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.where(inside, rows, 0)

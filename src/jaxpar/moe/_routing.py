@@ -26,15 +26,15 @@ SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 
 @readable
 class Routing(NamedTuple):
-    """The `top_k` experts of each token, as `route` chooses them.
+    """Each token's `top_k` experts, as from `route`.
 
-    Any other router can make one. A token's experts must be distinct, or -1 if it has fewer than k.
+    Other routers can make one. A token's experts must be distinct, or -1 for none.
 
     Attributes:
       experts: int32 `[t, k]`, -1 for none. `route` puts the best first.
       weights: float32 (or float64) `[t, k]`, factors of the experts' results.
       kept: bool `[t, k]`, False for masked and dropped choices.
-      scores: `[t, E]`, softmax or sigmoid of the logits, without bias, in the dtype of the weights.
+      scores: `[t, E]`, softmax or sigmoid of the logits, without bias, in the weights' dtype.
       logits: `[t, E]`, in that dtype.
       mask: bool `[t]`, False for padding tokens, which may hold anything; or None.
 
@@ -82,27 +82,27 @@ def route(
     scale: Number = 1.0,
     mask: Values | None = None,
 ) -> Routing:
-    """Chooses the `top_k` best experts of each token, and computes their weights.
+    """Chooses each token's `top_k` best experts and their weights.
 
     Args:
       logits: local floats `[t, E]`, for all experts.
       top_k: experts per token.
-      scoring: the scores of experts. Weights are the scores of the chosen ones. `"softmax"`: over
-        all experts. `"selected_softmax"`: the same, but weights are the softmax over the chosen
-        experts' logits. `"sigmoid"`: of each logit.
-      bias: `[E]`, added to scores (for `"selected_softmax"` to logits) when experts are chosen, not
-        to weights; see `update_router_bias`. Not differentiated.
-      groups: the number of groups of neighbouring experts.
-      top_groups: experts are chosen only from this many best groups. A group counts as its best
-        expert, or with a bias as the sum of its two best.
-      normalize: divide each token's weights by their sum. With `top_k=1` the router then has no
-        gradient except that of its own losses, as with `"selected_softmax"`.
+      scoring: experts' scores; those of chosen experts are weights. `"softmax"`: over all experts.
+        `"selected_softmax"`: the same, but weights are the softmax over the chosen experts' logits.
+        `"sigmoid"`: of each logit.
+      bias: `[E]`, added to scores (for `"selected_softmax"` to logits) for the choice, not to
+        weights; see `update_router_bias`. Not differentiated.
+      groups: groups of neighbouring experts.
+      top_groups: only this many best groups are chosen from. A group counts as its best expert, or
+        with a bias as the sum of its two best.
+      normalize: divide each token's weights by their sum. With `top_k=1` the router's only gradient
+        is then from its own losses, as with `"selected_softmax"`.
       scale: multiplies the weights, after that.
-      mask: bool `[t]`, False for padding tokens, whose logits may be anything. They are sent
-        nowhere, and have no statistics or gradients.
+      mask: bool `[t]`, False for padding tokens. Their logits may be anything; they are sent
+        nowhere, without statistics or gradients.
 
     Returns:
-      A `Routing`, in float32 for 16-bit logits. The lower index of equally good experts is chosen.
+      A `Routing`, in float32 for 16-bit logits. Of equally good experts the lower index is chosen.
       A NaN logit makes a token's weights NaN. Masked tokens have experts -1, and logits, scores and
       weights 0.
 
@@ -111,8 +111,8 @@ def route(
       ValueError: wrong shapes, too many experts to choose, groups that do not divide them, an
         unknown scoring.
 
-    Cost: nothing is sent. It sorts each row for the `top_k` largest. t k E comparisons replace a
-    gather and its derivative's scatter-add.
+    Cost: nothing is sent. Each row is sorted for the `top_k` largest; t k E comparisons replace a
+    gather and its scatter-add.
 
     Example:
       >>> routing = route(jnp.array([[0.0, 4.0, 2.0, 4.0]]), 3, scoring="selected_softmax")
@@ -167,7 +167,7 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "tokens experts"], groups: Any, top_groups: Any, k: int, pairs: bool
 ) -> Float[Array, "tokens experts"]:
-    """Returns `choice`, with -inf outside of the best groups."""
+    """Returns `choice`, -inf outside of the best groups."""
     tokens, count = choice.shape
     groups = check_whole("groups", groups, 1)
     if count % groups:
@@ -204,7 +204,7 @@ def _in_best_groups(
 
 
 def _second_best(x: Float[Array, "*groups size"]) -> Float[Array, "*groups"]:
-    """Returns the second largest along the last dimension, without a sort."""
+    """Returns the second largest, without a sort."""
     first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
     places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
     return jnp.max(jnp.where(places == first, -jnp.inf, x), axis=-1)
@@ -249,15 +249,14 @@ def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
 def update_router_bias(
     bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
 ) -> Array:
-    """Moves each expert's bias up if it got fewer tokens than the mean, and down if it got more.
+    """Raises biases of experts with fewer tokens than the mean, and lowers others.
 
-    This balances loads without a loss. Apply it after each training step.
+    This balances loads without a loss, after each training step.
 
     Args:
       bias: the bias of `route`, floats `[E]`. Float32 keeps small steps.
-      tokens_per_expert: integers `[E]`, over all devices, as in `Statistics`, summed over
-        microbatches.
-      rate: the size of the step, a number or a scalar array.
+      tokens_per_expert: integers `[E]`, as in `Statistics`, over all devices and microbatches.
+      rate: the step, a number or a scalar array.
 
     Returns:
       `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias.
@@ -308,7 +307,7 @@ def update_router_bias(
 def of_chosen(
     values: Num[Array, "tokens experts"], experts: Integers[Array, "tokens k"]
 ) -> Num[Array, "tokens k"]:
-    """Returns `values` of the chosen `experts`, 0 for none."""
+    """Returns `values` of chosen experts, 0 for none."""
     matches = _matches(experts, values.shape[-1])
     return jnp.sum(jnp.where(matches, values[:, None, :], 0), axis=2, dtype=values.dtype)
 

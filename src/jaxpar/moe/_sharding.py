@@ -32,7 +32,7 @@ GATHERED = "gathered experts"  # names arrays that are not saved for the backwar
 
 @dataclass(frozen=True)
 class Axes:
-    """The rings over experts, over hidden features, and over shards of weights."""
+    """The rings over experts, hidden features, and weight shards."""
 
     expert: Ring
     data: tuple[str, ...]
@@ -42,12 +42,12 @@ class Axes:
 
     @property
     def gathered_tensor(self) -> Ring | None:
-        """Returns the ring over which tokens are gathered, if any."""
+        """Returns the ring that gathers tokens, if any."""
         return self.tensor if self.sharded else None
 
     @property
     def summed_tensor(self) -> Ring | None:
-        """Returns the ring over which results are summed, if any."""
+        """Returns the ring that sums results, if any."""
         return None if self.sharded else self.tensor
 
     @property
@@ -64,7 +64,6 @@ def bind_axes(
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
 ) -> Axes:
-    """Returns the rings, or raises if an axis is unusable or used twice."""
     rings = {"axis": bind(axis)}
     for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
         if name is not None and name not in ((), []):
@@ -240,7 +239,7 @@ def check_options(
 
 
 def fsdp_dims(experts: Experts, dim: Any) -> Experts:
-    """Returns the gathered dimension of each array. `dim` counts the experts' dimension."""
+    """Returns gathered dimensions. `dim` counts the experts' dimension."""
     if dim not in (1, 2):
         raise value_error(f"fsdp_dim={dim!r} must be 1 or 2, of matrices [e, d, f]")
     matrix = dim - 3
@@ -254,7 +253,7 @@ def fsdp_dims(experts: Experts, dim: Any) -> Experts:
 def gather_whole(
     axes: Axes, rows: Float[Array, "tokens d"], experts: Experts, kind: str, dim: int
 ) -> Experts:
-    """Gathers weights over fsdp, and checks that they fit the rows."""
+    """Gathers weights, and checks that they fit rows."""
     if axes.fsdp is not None:
         dims = fsdp_dims(experts, dim)
         check_own_leaves(kind, experts, axes.fsdp, "a shard")
@@ -282,7 +281,7 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
 
     Args:
       experts: global `Experts`, or a mapping with the same keys.
-      shards: over how many devices experts will be sharded.
+      shards: devices that will shard the experts.
 
     Returns:
       `Experts`, unchanged if `shards` divides their number.
@@ -291,7 +290,7 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       TypeError: unknown keys, `shards` that is no integer.
       ValueError: shapes that do not fit, `shards` below 1.
 
-    Cost: a copy of all arrays, if padded.
+    Cost: a copy, if padded.
 
     Example:
       >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))

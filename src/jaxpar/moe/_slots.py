@@ -1,9 +1,8 @@
 """Experts in slots: a fixed number of each expert's rows at once, and the rest in blocks.
 
-A slot holds one row for one expert. GPUs and CPUs have no kernel for groups of any size. There, one
-batched matmul over all slots is faster than loops over blocks, and computes nothing twice. Empty
-slots are wasted, so there are only a few more than the average load. Loops compute the rows beyond
-them.
+A slot holds one row for one expert. GPUs and CPUs have no kernel for groups of any size: there, one
+batched matmul over all slots beats loops over blocks. Empty slots are wasted, so there are only a
+few more than the average load.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CPU_TILE, GPU_TILE = 16, 32
 
 
 def slots_for(average: float, tile: int, most: int) -> int:
-    """Returns an expert's slots: its average load and three standard deviations."""
+    """Returns the average load and three standard deviations."""
     return min(ceil((average + 3 * sqrt(average)) / tile) * tile, most)
 
 
@@ -43,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The slot of each choice, if any. Choices are numbered by row, and slots by expert."""
+    """Slots of choices. Choices are numbered by row, slots by expert."""
 
     slots: Int32[Array, " slots"]  # the choice in each slot, rows * k for none
     places: Int32[Array, "tokens k"]  # the slot of each choice, the number of all slots for none
@@ -60,7 +59,7 @@ class SlotMlp:
 
 
 def plan_slots(keys: Int[Array, "tokens k"], groups: int, slots: int, pairs: int) -> Plan:
-    """Gives slots to choices of each expert, while there are any.
+    """Gives slots to each expert's choices, while any remain.
 
     At most `pairs` choices count. Keys outside of 0 to `groups - 1` are no choices.
     """
@@ -127,7 +126,7 @@ class SlotProducts:
 
 
 def experts_in_slots(how: SlotMlp, inputs: Inputs, plan: Plan) -> Float[Array, "tokens d"]:
-    """Returns each row's weighted sum of its experts' results.
+    """Returns rows' weighted sums of experts' results.
 
     Rows that chose no expert may hold anything.
     """
@@ -137,7 +136,6 @@ def experts_in_slots(how: SlotMlp, inputs: Inputs, plan: Plan) -> Float[Array, "
 
 
 def _cut(inputs: Inputs, plan: Plan) -> Operands:
-    """Returns the rows and weights in slots, 0 in empty ones."""
     x, experts, weights = inputs
     k = plan.places.shape[1]
     return Operands(
@@ -155,7 +153,7 @@ def _copies(plan: Plan) -> Copies:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(how: SlotMlp, inputs: Inputs, plan: Plan) -> tuple[Float[Array, "tokens d"], Projected]:
-    """Returns the result, and the projections in slots, which have no cotangent."""
+    """Returns the result, and projections, without cotangent."""
     made, projected = how.mlp.forward(_products(how, plan), _cut(inputs, plan))
     return _forward_rest(how, inputs, plan, collect(_copies(plan), made)), projected
 
@@ -189,14 +187,13 @@ class _Rest:
         return jnp.maximum(self.plan.sizes - self.slots, 0)
 
     def shift(self, group: Int[Array, ""]) -> Int32[Array, ""]:
-        """Returns how much later the group's choices are in the order of all."""
         until = jnp.cumsum(jnp.minimum(self.plan.sizes, self.slots), dtype="int32")
         return until[group]
 
     def cut(
         self, inputs: Inputs, own: Experts, block: Block, shift: Int32[Array, ""]
     ) -> tuple[Operands, Int32[Array, " length"], Int32[Array, " length"]]:
-        """Returns a block's inputs, choices and rows, past the end for none."""
+        """Returns a block's inputs, choices, rows, past the end for none."""
         x, _, weights = inputs
         number = block.at + shift + jnp.arange(len(block.inside), dtype="int32")
         choices = take_rows(self.plan.order, number, None)
@@ -230,7 +227,7 @@ def _forward_rest(
 def _gradients_rest(
     how: SlotMlp, inputs: Inputs, plan: Plan, grads: Inputs, ct: Float[Array, "tokens d"]
 ) -> Inputs:
-    """Adds the gradients of rows without a slot, which are projected again."""
+    """Adds gradients of rows without a slot."""
     rest = _Rest(plan, how.slots)
 
     def one_group(grads: Inputs, group: Int[Array, ""], fold: Callable[..., Any]) -> Inputs:

@@ -20,17 +20,16 @@ from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_ex
 
 @readable
 class Statistics(NamedTuple):
-    """The statistics of a routing over all devices, from `routing_statistics`.
+    """A routing's statistics over all devices, from `routing_statistics`.
 
     Attributes:
-      tokens_per_expert: int32 `[E]`, tokens routed to each expert, before any is dropped.
-      dropped: int32, how many of these choices `limit_capacity` dropped.
+      tokens_per_expert: int32 `[E]`, tokens routed to each expert, dropped ones included.
+      dropped: int32, choices that `limit_capacity` dropped.
       overflow: int32, rows or choices that did not fit into receive buffers.
-      entropy: mean over tokens of the entropy of scores that are divided by their sum; from 0 to
-        log(E).
+      entropy: mean over tokens of the entropy of scores divided by their sum; 0 to log(E).
       largest_load: tokens of the busiest expert over the mean; 1 at balance.
-      load_balance_loss: see the function of that name.
-      router_z_loss: see the function of that name.
+      load_balance_loss: see `load_balance_loss`.
+      router_z_loss: see `router_z_loss`.
 
     Example:
       >>> stats = routing_statistics(route(jnp.eye(4), 1))
@@ -55,19 +54,19 @@ def routing_statistics(
     mask: Values | None = None,
     overflow: Array | Integer = 0,
 ) -> Statistics:
-    """Computes the statistics and losses of a routing over all devices.
+    """Computes a routing's statistics and losses over all devices.
 
     Args:
-      routing: the `Routing` of this device's tokens.
-      axis: all axes that shard tokens: one, a tuple or list of them in any order, or an `Axis`.
-        Empty: only this device's tokens count.
+      routing: of this device's tokens.
+      axis: all axes that shard tokens, in any order, or an `Axis`. Empty: only this device's tokens
+        count.
       mask: bool `[t]`, False for tokens that do not count, besides those that `route` masked.
-      overflow: a scalar integer, the rows that this device could not receive.
+      overflow: a scalar integer, rows that this device could not receive.
 
     Returns:
-      `Statistics`, replicated over `axis`; all 0 if no token counts. The entropy and losses are
-      differentiable with respect to scores and logits. Inside `layers.mean_value_and_grad`, add a
-      loss times the device's `weight` to `loss_sum`.
+      `Statistics`, replicated over `axis`; all 0 if no token counts. Entropy and losses are
+      differentiable in scores and logits. Inside `layers.mean_value_and_grad`, add a loss times the
+      device's `weight` to `loss_sum`.
 
     Raises:
       TypeError: a mask that is no bool, an axis that is no text.
@@ -131,14 +130,14 @@ def statistics_of(
 def load_balance_loss(
     routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
 ) -> Array:
-    """Computes a loss that is smallest if all experts get equally many tokens.
+    """Computes a loss that is smallest at equal loads.
 
-    It is `E * sum_e share_e * score_e`, over all devices. `share_e` is expert e's share of all
-    choices, before any is dropped. `score_e` is the mean over tokens of its score, divided by the
-    sum of the token's scores. The mean of the devices' own losses would differ.
+    It is `E * sum_e share_e * score_e`, over all devices: expert e's share of all choices, dropped
+    ones included, and the mean over tokens of its score divided by the sum of the token's scores.
+    The mean of the devices' own losses would differ.
 
     Args:
-      routing: the `Routing` of this device's tokens.
+      routing: as in `routing_statistics`.
       axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
@@ -150,8 +149,7 @@ def load_balance_loss(
       TypeError: a mask that is no bool, an axis that is no text.
       ValueError: a wrong shape, an unknown axis, a call outside shard_map.
 
-    Cost: psums of E + 1 integers and E floats. The derivative sends nothing, or with
-    `check_vma=False` the floats again.
+    Cost: psums of E + 1 integers and E floats. The derivative as in `routing_statistics`.
 
     Example:
       >>> load_balance_loss(route(100 * jnp.eye(4), 1))
@@ -176,7 +174,7 @@ def router_z_loss(
     """Computes the mean over tokens of `logsumexp(logits)**2`, which keeps logits small.
 
     Args:
-      routing: the `Routing` of this device's tokens.
+      routing: as in `routing_statistics`.
       axis: as in `routing_statistics`.
       mask: as in `routing_statistics`.
 
@@ -185,7 +183,7 @@ def router_z_loss(
       and its gradients are 0.
 
     Raises:
-      TypeError: as in `load_balance_loss`.
+      TypeError, ValueError: as in `load_balance_loss`.
       ValueError: as in `load_balance_loss`.
 
     Cost: psums of two scalars. The derivative sends nothing, or with `check_vma=False` one scalar.
@@ -204,7 +202,7 @@ def router_z_loss(
 
 
 def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:
-    """Sums scalars and vectors of one dtype over `axes`, in one psum."""
+    """Sums parts of one dtype in one psum."""
     if not axes:
         return parts
     whole = jnp.concatenate([part.reshape(-1) for part in vary_alike(axes, *parts)])
@@ -215,7 +213,7 @@ def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array,
 
 
 def _counted(routing: Routing, mask: Values | None) -> Bool[Array, " tokens"]:
-    """Returns which tokens count: those that have an expert and are not masked."""
+    """Returns tokens that have an expert, not masked."""
     counted = jnp.any(routing.experts >= 0, axis=1)
     for given in (routing.mask, mask):
         if given is not None:
@@ -242,7 +240,7 @@ def _tokens_per_expert(
 def _normalized(
     scores: Float[Array, "tokens experts"], counted: Bool[Array, " tokens"]
 ) -> Float[Array, "tokens experts"]:
-    """Returns scores divided by their sums, and 0 for tokens that do not count."""
+    """Returns scores over their sums, 0 if not counted."""
     scores = jnp.where(counted[:, None], scores, 0)
     total = jnp.sum(scores, axis=1, keepdims=True)
     # Sigmoids may underflow, and the derivative divides by the square.
@@ -265,7 +263,6 @@ def _z_losses(routing: Routing, counted: Bool[Array, " tokens"]) -> Float[Array,
 def _balance(
     counts: Int32[Array, " experts"], scores: Float[Array, " experts"], tokens: Int32[Array, ""]
 ) -> Float[Array, ""]:
-    """Returns the loss, from each expert's number of choices and sum of scores."""
     shares = _per(counts.astype(scores.dtype), jnp.sum(counts, dtype="int32"))
     return len(counts) * jnp.sum(shares * _per(scores, tokens))
 

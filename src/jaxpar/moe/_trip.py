@@ -1,11 +1,8 @@
-"""Rows sent to other devices, and results sent back and summed. Each is the other's derivative.
+"""Rows sent to other devices, and results sent back and summed: each the other's derivative.
 
-Only rows that are read travel. Arrays that are not differentiated cost nothing on the way back.
-
-A carrier is an exchanged array that holds the rows of several leaves, because each exchange has its
-own cost. Small leaves join the largest one's carrier, as bits. Unsigned integers preserve bits that
-would be NaN. If the largest leaf is very large, small ones share another carrier: joining and
-splitting would cost more than another exchange.
+A carrier is an exchanged array with the rows of several leaves, because each exchange has its own
+cost. Small leaves join the largest one's carrier as unsigned integers, which preserve bits of NaN.
+If the largest is very large, small ones share another carrier, as joining would cost more.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +39,7 @@ class Packing:
 
 
 def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
-    """Groups leaves into carriers, of which `rows` rows may be exchanged."""
+    """Groups leaves into carriers; `rows` rows may travel."""
     shapes = tuple(leaf.shape[1:] for leaf in leaves)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     sizes = [_width(s, d) * _plain(d).itemsize for s, d in zip(shapes, dtypes, strict=True)]
@@ -60,7 +57,7 @@ def plan_packing(leaves: Sequence[Any], rows: int) -> Packing:
 def pack(
     packing: Packing, leaves: list[Shaped[Array, "rows ..."]]
 ) -> list[Shaped[Array, "rows ..."]]:
-    """Returns the carriers, their rows in blocks that suit TPUs."""
+    """Returns carriers, rows in blocks that suit TPUs."""
 
     def carrier(members: tuple[int, ...]) -> Shaped[Array, "rows ..."]:
         flat = [_flat(leaves[i]) for i in members]
@@ -85,7 +82,7 @@ def unpack(
     rows: int,
     each: Callable[[Array], Array] = lambda x: x,
 ) -> list[Shaped[Array, "{rows} ..."]]:
-    """Returns the leaves of carriers, after `each` has made `rows` rows of them."""
+    """Returns carriers' leaves, `each` made of `rows` rows."""
     count = len(packing.dtypes)
     flat: dict[int, Array] = {}
     for members, carrier in zip(packing.carriers, carriers, strict=True):
@@ -112,7 +109,7 @@ def unpack(
 
 
 def _in_blocks(x: Shaped[Array, "rows width"]) -> Shaped[Array, "rows *blocks"]:
-    """Cuts wide rows into tiles. Otherwise the exchange on TPU copies all rows to do so."""
+    """Cuts rows into tiles, or TPUs copy all rows."""
     width = x.shape[1]
     if width % _TILE == 0:
         return x.reshape(x.shape[0], width // 128, 128)
@@ -130,7 +127,7 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _plain(dtype: Any) -> Any:
-    """Returns the real dtype of whole bytes that holds all values of another."""
+    """Returns a real dtype of whole bytes, without loss."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.dtype("uint8")
     if _is_complex(dtype):
@@ -142,7 +139,6 @@ def _plain(dtype: Any) -> Any:
 
 
 def _flat(x: Shaped[Array, "rows ..."]) -> Shaped[Array, "rows width"]:
-    """Returns the rows, each flat and of a plain dtype."""
     if _is_complex(x.dtype):
         x = jnp.stack([x.real, x.imag], axis=-1)
     return x.astype(_plain(x.dtype)).reshape(x.shape[0], prod(x.shape[1:]))
@@ -162,7 +158,7 @@ def _unsigned(itemsize: int) -> Any:
 
 
 def _as_words(x: Shaped[Array, "rows width"], word: int) -> UInt[Array, "rows words"]:
-    """Returns each row's bits as unsigned integers of `word` bytes, padded with zeros."""
+    """Returns rows' bits as integers of `word` bytes, padded."""
     size = x.dtype.itemsize
     bits = lax.bitcast_convert_type(x, _unsigned(min(size, word)))
     if size >= word:
@@ -184,7 +180,7 @@ def _from_words(x: UInt[Array, "rows words"], dtype: Any) -> Shaped[Array, "rows
 
 
 class Trip(NamedTuple):
-    """The copies that are sent, sorted by target device, and their transfers."""
+    """The copies to send, sorted by target device."""
 
     copies: Copies  # its places are only of copies that arrive
     there: Slices
@@ -203,7 +199,7 @@ class Receivers:
 def send(
     trip: Trip, leaves: list[Shaped[Array, "tokens ..."]], ring: Ring, capacity: int
 ) -> list[Shaped[Array, "{capacity} ..."]]:
-    """Returns, for each leaf, the rows that arrive, then rows of anything."""
+    """Returns, for each leaf, arriving rows, then anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     receivers = Receivers(ring, capacity, clean=False, low_bit=ring.low_bit("float32"))
     arrived: list[Array] = _send(receivers, trip, leaves)
@@ -213,7 +209,7 @@ def send(
 def bring_back(
     trip: Trip, leaves: list[Shaped[Array, "capacity ..."]], ring: Ring
 ) -> list[Shaped[Array, "tokens ..."]]:
-    """Returns, for each leaf and token, the sum of the results that come back."""
+    """Returns, for each leaf, tokens' sums of results."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that send nothing back have the gradient 0, which must be written.

@@ -24,7 +24,7 @@ SMALL = 2**18
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves that travel as one array, joined along a dimension in which they are not cut.
+    """Leaves that travel joined into one array, along a dimension that is not cut.
 
     Separate transfers would wait for the same links, and start too late.
     """
@@ -41,7 +41,7 @@ class Group:
     dtypes: tuple[Any, Any] | None = None
 
     def laid_out(self, parts: list[Array]) -> list[Array]:
-        """Returns members as they travel: in a bucket, [blocks, numbers of a block]."""
+        """Returns members as they travel: in a bucket, [blocks, numbers]."""
         if self.flat is None:
             return parts
         rows: list[Array] = []
@@ -50,7 +50,6 @@ class Group:
         return rows
 
     def as_they_were(self, rows: list[Array]) -> list[Array]:
-        """The inverse of `laid_out`."""
         if self.flat is None:
             return rows
         parts: list[Array] = []
@@ -60,11 +59,9 @@ class Group:
         return parts
 
     def join(self, parts: list[Array]) -> Array:
-        """Returns one array of all members' parts."""
         return lax.concatenate(parts, self.joined) if len(parts) > 1 else parts[0]
 
     def split(self, x: Array) -> list[Array]:
-        """The inverse of `join`."""
         return list(lax.split(x, self.lengths, self.joined)) if len(self.lengths) > 1 else [x]
 
 
@@ -75,8 +72,7 @@ class Blocks:
     Attributes:
       stages: one algorithm per axis, for a scatter. A gather starts with the last.
       groups: leaves that are cut. Others are replicated and stay.
-      derived_by_jax: whether JAX derives the function, and sums keep their dtypes.
-      low_bit: how gathered floats are quantized.
+      derived_by_jax: if so, sums keep their dtypes.
     """
 
     stages: tuple[Way, ...]
@@ -86,7 +82,6 @@ class Blocks:
 
 
 def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
-    """Returns the full leaves; None stays None."""
     whole = list(leaves)
     for group in blocks.groups:
         parts = [leaves[n] for n in group.members]
@@ -102,7 +97,6 @@ def _gather(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
 
 
 def _scatter(blocks: Blocks, _: None, leaves: Leaves) -> Leaves:
-    """Returns this device's blocks of the sums of leaves; None stays None."""
     scattered = list(leaves)
     for group in blocks.groups:
         parts = [leaves[n] for n in group.members]
@@ -128,7 +122,7 @@ gather_blocks, scatter_sums = linear_pair(_gather, _scatter)
 def _encode(
     blocks: Blocks, group: Group, parts: list[Array]
 ) -> tuple[list[Array], list[Scales] | None]:
-    """Returns the arrays that travel, and all devices' scales."""
+    """Returns arrays that travel, and all devices' scales."""
     dtype = parts[0].dtype if group.dtypes is None else group.dtypes[1]
     as_they_are = [x.astype(dtype) for x in parts]
     if blocks.low_bit is None or group.exact or not blocks.stages:
@@ -183,14 +177,12 @@ def _scatter_group(
 
 
 def gather_along(way: Way, x: Block, dim: int) -> Whole:
-    """Returns the blocks of all devices along `dim`."""
     low_bit = way.ring.low_bit(x.dtype)
     by_jax = way.derived_by_jax and low_bit is None
     return gather_blocks(_one(way, dim, by_jax, low_bit), None, [x])[0]
 
 
 def scatter_along(way: Way, x: Whole, dim: int) -> Block:
-    """Returns this device's block, along `dim`, of the sum of all devices' arrays."""
     ring = way.ring
     low_bit = ring.low_bit_cotangents(x.dtype)
     by_jax = way.derived_by_jax and not (low_bit or ring.low_bit_sums(x.dtype))
@@ -198,7 +190,7 @@ def scatter_along(way: Way, x: Whole, dim: int) -> Block:
 
 
 def all_reduce(way: Way, x: Whole) -> Whole:
-    """Returns the sum of `x` over the devices, typed as replicated."""
+    """Sums over the devices, typed as replicated."""
     if way.derived_by_jax or not x.size:
         with jax.named_scope(way.mode):
             return lax.psum(x.astype(way.ring.wire(x.dtype)), way.ring.names).astype(x.dtype)
@@ -210,7 +202,6 @@ def all_reduce(way: Way, x: Whole) -> Whole:
 
 
 def scatter_and_gather(blocks: Blocks, x: Whole) -> Whole:
-    """Returns the sum of `x`: each device sums a block, and gathers all."""
     if checks_varying(blocks.stages[0].ring.names):
         return _replicated_sum(blocks, x)
     return gather_blocks(blocks, None, scatter_sums(blocks, None, [x]))[0]
@@ -252,10 +243,10 @@ _replicated_sum = with_derivative(_sum, _sum_fwd, _sum_bwd)
 def group_leaves(
     leaves: Leaves, dims: list[int | None], scales: list[bool], *, size: int, join: bool
 ) -> tuple[Group, ...]:
-    """Groups the leaves that are cut along `dims`; None: a leaf is replicated.
+    """Groups leaves that are cut along `dims`; None: replicated.
 
     Leaves that `join` have one dtype, and differ in one dimension, not the one that is cut.
-    `scales` marks scales, which join only each other.
+    `scales` join only each other.
     """
     groups = _buckets(leaves, dims, size)
     bucketed = {n for group in groups for n in group.members}

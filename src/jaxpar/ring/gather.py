@@ -26,8 +26,8 @@ class Gather:
     """A gather of all devices' blocks, in phases. The last phase uses them.
 
     Attributes:
-      phases: only one, unless blocks go along one torus dimension after the other. Early phases
-        collect blocks, so that the next one sends more at a time.
+      phases: several if blocks go along one torus dimension after the other. Early ones collect
+        blocks, so that the next sends more at a time.
       cuts: start and size of each share in a block.
       dim: along which blocks form the full array; None: blocks are used one by one.
       whole_opposite: as in `Stepwise`.
@@ -42,7 +42,7 @@ class Gather:
     reach: int | None = None
 
     def steps(self, phase: Phase | None = None) -> list[Step]:
-        """Returns the program of a phase, by default of the last one."""
+        """Returns a phase's program, by default the last one's."""
         phase = phase or self.phases[-1]
         rings, whole = len(phase.rings), self.whole_opposite
         return gather_steps(
@@ -50,7 +50,7 @@ class Gather:
         )
 
     def places(self, length: int) -> list[Callable[[Index], Positions]]:
-        """Returns where arriving blocks of a `length` lie in the full array, in their order."""
+        """Returns where arriving blocks lie in the full array."""
         last, at = self.phases[-1], self._positions(length)
         return [
             partial(self._place, phase=last, t=t, at=at, hop=hop, share=share)
@@ -70,7 +70,6 @@ class Gather:
         """Returns the last carry.
 
         Args:
-          index: this device's logical index.
           share_of: maps `(block, number)` to a share of it.
           beside: `Order.beside`.
           kept: a list for arriving blocks.
@@ -103,7 +102,6 @@ class Gather:
         return at
 
     def _collected(self, phase: Phase, index: Index, parts: list[Any]) -> list[Any]:
-        """Returns each share of all blocks that a phase collects."""
         dim = self.dim
         assert dim is not None
 
@@ -204,7 +202,7 @@ class Gather:
         return carry
 
     def _arrivals(self, t: Step, phase: Phase) -> list[tuple[Hop | None, int | None]]:
-        """Returns the hop and share of each arriving block. The local one has no hop."""
+        """Returns each arriving block's hop (None: local) and share."""
         if not t.hops:
             own = [None] if len(self.phases) == 1 else range(len(phase.rings))
             return [(None, share) for share in own]

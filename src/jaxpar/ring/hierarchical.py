@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 class Hierarchical(Stepwise):
     """Blocks, sums, or both go along one torus dimension after the other.
 
-    At any time, each share uses a different dimension. Otherwise, blocks or sums use disjoint
-    rings.
+    At any time, each share uses a different dimension. Other flows use disjoint rings.
     """
 
     sides: tuple[int, ...] = ()
@@ -72,7 +71,6 @@ class Hierarchical(Stepwise):
 
 
 def along_dimensions(way: Stepwise, sides: tuple[int, ...]) -> Hierarchical:
-    """Returns the hierarchical form of disjoint rings."""
     how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
     return Hierarchical(*how, sides=sides, blocks=True, sums=True)
 
@@ -93,7 +91,6 @@ class AlongDimensions(Phase):
     halves: bool = False
 
     def in_halves(self) -> AlongDimensions:
-        """Returns the phase with each share as two arrays."""
         rings = tuple(ring for ring in self.rings for _ in (0, 1))
         dimensions = tuple(of for of in self.dimensions for _ in (0, 1))
         return AlongDimensions(rings, dimensions, halves=True)
@@ -117,7 +114,7 @@ class AlongDimensions(Phase):
 
 
 def phases_over(ring: Ring, sides: tuple[int, ...], shares: int) -> list[AlongDimensions]:
-    """Returns the phases of a scatter; no two shares use one dimension at a time."""
+    """Returns a scatter's phases; shares never use the same dimension at once."""
     # A scatter over 4 x 4 devices at places (row, column), in two shares:
     #
     #     phase 0   share 0 along rows:     a device and the 3 others of its column sum for the 4
@@ -149,7 +146,6 @@ def time_of_sums(
     messages: int,
     beside: float,
 ) -> float:
-    """Predicts the seconds of sums."""
     side, shares = sides[0], len(sides)
     fitted = fitted_to(chip.kind)
     made = side * shares * pieces
@@ -176,7 +172,6 @@ def time_of_sums(
 def time_of_blocks(
     chip: Chip, flow: Flow, size: int, sides: tuple[int, ...], messages: int, cuts_first: bool
 ) -> float:
-    """Predicts the seconds of blocks."""
     side, shares = sides[0], len(sides)
     fitted = fitted_to(chip.kind)
     hops, opposite = divmod(side - 1, 2)

@@ -39,7 +39,6 @@ class Comb:
     blocks: int
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """Returns these positions."""
         if self.size * self.blocks == x.shape[dim]:
             return x
         apart = split_dim(x, dim, self.blocks)
@@ -47,11 +46,9 @@ class Comb:
         return join_dims(cut, dim)
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """Returns all entries, one per block."""
         return x
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """Writes `part` at these positions."""
         if part.shape[dim] == length:
             return part
         into = split_dim(unwritten(whole, part, dim, length), dim, self.blocks)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Naive(Way):
-    """Gathers everything and then uses it, or computes everything and then scatters the sum."""
+    """Gathers everything, then uses it, or computes everything, then scatters the sum."""
 
     derived_by_jax = True
     relays = False
@@ -127,7 +127,7 @@ class Naive(Way):
         return Kept([lambda _: Span(0, length * self.ring.size)])
 
     def _parts(self, length: int) -> list[tuple[int, int, Positions]]:
-        """Returns, for each part that travels, its start and size in a block, and its positions."""
+        """Returns each travelling part's start and size in a block, and its positions."""
         return [(0, length, Span(0, length * self.ring.size))]
 
     def _scattered(self, sums: Array, dim: int, length: int, dtype: DTypeLike) -> Array:
@@ -140,7 +140,7 @@ class Naive(Way):
         return psum_scatter(sums, axes, dim).astype(dtype)
 
     def _summed(self, sums: Quantized, dim: int) -> Array:
-        """Sends quantized blocks to their owners, and adds them there."""
+        """Sends quantized blocks to their owners, and adds them."""
 
         def apart(x: Array) -> Array:
             return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
@@ -180,7 +180,7 @@ class Naive(Way):
         return all_gather(x, self.ring.names, dim)
 
     def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
-        """Gathers all blocks, and consumes those of other devices one by one."""
+        """Gathers blocks, and consumes other devices' blocks one by one."""
         if self.ring.size == 1:
             return state
         index, axes = self.ring.index(), self.ring.names
@@ -195,7 +195,7 @@ class Naive(Way):
 
 
 def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
-    """Predicts the seconds of a collective of XLA, for a flow of this kind."""
+    """Predicts the seconds of an XLA collective."""
     chip, size, shared = problem.figures, problem.ring.size, problem.messages("collective")
     once = collective_time(chip, flow, size, shared)
     return once if flow.quantized else _passes(problem, kind) * once
@@ -219,9 +219,9 @@ def _passes(problem: Problem, kind: FlowKind) -> float:
 
 
 def _spanned(chip: Chip, size: int, devices: int) -> int:
-    """Guesses how many torus dimensions a ring spans.
+    """Guesses how many torus dimensions a ring spans, from sides as even as possible.
 
-    Tracing does not see coordinates, so the sides are taken to be as even as possible.
+    Tracing does not see coordinates.
     """
     if chip.dimensions == 2:  # these dimensions close only if they are 16 long
         return 2 if size >= 256 else 1

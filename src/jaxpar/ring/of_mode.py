@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
-    """Returns a mode's algorithm for the flows of a pass."""
     if problem.near is not None and mode != "multi-ring":
         directions, reach = problem.near
         return Stepwise(problem.ring, directions, traced_order(), reach=reach)
@@ -30,7 +29,7 @@ def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
 def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Stepwise:
     """Returns disjoint rings, or one torus dimension after the other if that is faster.
 
-    Pieces are then larger, but less of the transfers overlaps with work.
+    Then pieces are larger, but less of the transfers overlaps with work.
     """
     sides = tuple(ring.size for ring in problem.ring.stages())
     if problem.chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
@@ -49,7 +48,7 @@ def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Ste
 
 
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
-    """Returns whether the opposite device's block should arrive in one piece."""
+    """Returns whether the opposite block should arrive uncut."""
     chip = problem.chip
     if problem.kind == "weights":  # cutting costs two passes over memory, and hides nothing
         return True

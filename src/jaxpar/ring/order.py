@@ -1,7 +1,7 @@
 """Keeps transfers overlapped with work: all that compilers must be told.
 
 An `Order` gives a step the form that a platform's compiler needs. `Order` itself is for GPUs and
-unknown chips. Barriers for memory or layout stand next to their arrays.
+unknown chips.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Order:
     cuts_first = False  # whether operands are cut by a separate instruction
 
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
-        """Computes while a transfer is under way; returns an index, the results and the arrivals.
+        """Computes during a transfer; returns an index, the results and the arrivals.
 
         `send(leaving)` starts the transfers, and returns what arrives. The next step must depend
         only on the returned index, which comes after both.
@@ -70,11 +70,11 @@ class Order:
         return lax.optimization_barrier((index, made, arriving))
 
     def for_sums(self, flops: float) -> "Order":
-        """Returns the order for unrolled steps of a scatter with `flops` per sum; 0: no matmul."""
+        """Returns the order for a scatter's unrolled steps; `flops` of 0: no matmul."""
         return self
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        """Returns both, in an order that keeps a backward pass behind its forward pass."""
+        """Returns both, with the backward pass ordered behind the forward pass."""
         return out, residuals
 
 
@@ -82,8 +82,8 @@ class Order:
 class TpuOrder(Order):
     """A step that adds is one instruction, a conditional with an unprovable predicate.
 
-    So the addition of an arrived sum is free, in the matmul's epilogue. Sums travel in two
-    alternating pieces: one is added while the other is under way.
+    So the matmul's epilogue adds an arrived sum for free. Sums travel in two alternating pieces:
+    one is added while the other is under way.
     """
 
     # Without the conditional, the addition is a separate pass over memory:
@@ -152,8 +152,8 @@ class CpuOrder(Order):
 class ClusterOrder(Order):
     """A transfer starts only when the matmul that overlaps with it can start.
 
-    The CPU executor runs instructions in the order in which they become ready, and a transfer
-    between processes blocks its thread. A matmul that is ready later would wait for its end.
+    The CPU executor runs instructions as they become ready, and a transfer between processes
+    blocks its thread. A matmul that is ready later would wait for its end.
     """
 
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
@@ -182,7 +182,6 @@ ORDERS = {
 
 
 def traced_order() -> Order:
-    """Returns the order for the devices that the program is traced for."""
     if traced_for_cpu_cluster():
         return ClusterOrder()
     if traced_for_cpu():
@@ -204,7 +203,7 @@ def known_after(tree: Any, index: Index) -> Array:
 
 
 def written_after(before: Any, tree: Any) -> Any:
-    """Returns `tree`, none of whose arrays is there before every array of `before`."""
+    """Returns `tree`, whose arrays are all there only after all of `before`."""
     if not jax.tree.leaves(before):
         return tree
     start = known_after(before, jnp.int32(0))  # no compiler knows that it is 0

@@ -24,13 +24,12 @@ class Span:
     size: int
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """Returns these positions of `dim`."""
         if self.size == x.shape[dim]:
             return x
         return _cut_at(x, self.start, self.size, dim)
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """Returns the entry of these positions, where `x` has one for each block of `length`."""
+        """Returns these positions' entry, where `x` has one for each block."""
         if self.size == x.shape[dim] * length:
             return x
         is_known = isinstance(self.start, int)
@@ -39,11 +38,11 @@ class Span:
 
     @property
     def blocks(self) -> int:
-        """Returns the number of separate blocks that hold the positions."""
+        """Returns the number of separate blocks with these positions."""
         return 1
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """Writes `part` at these positions of `dim`, of `length`; None: into unwritten memory."""
+        """Writes `part` at these positions; None: into unwritten memory."""
         if part.shape[dim] == length:
             return part
         into = unwritten(whole, part, dim, length)
@@ -60,17 +59,17 @@ def _cut_at(x: Whole, start: Any, size: int, dim: int) -> Block:
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:
-    """Returns `x` with `dim` split into two dimensions, the first of size `parts`."""
+    """Splits `dim` in two, the first of size `parts`."""
     return x.reshape((*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
 
 
 def join_dims(x: Array, dim: int) -> Array:
-    """Returns `x` with `dim` and the next dimension joined."""
+    """Joins `dim` and the next dimension."""
     return x.reshape((*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
 
 def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-    """Returns the full array, or new memory that later steps write completely."""
+    """Returns `whole`, or memory that later steps write completely."""
     if whole is None:
         # Not zeros: every step overwrites them, and filling is one more pass over the result.
         return empty_result(part, dim, length)
@@ -78,12 +77,11 @@ def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
 
 
 def cut_out(tree: Any, start: int, size: int, dim: int) -> Any:
-    """Returns these positions of `dim` of every leaf."""
     return jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + size, axis=dim), tree)
 
 
 def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
-    """Returns starts and sizes of equal parts of `length`, as many as possible up to `most`."""
+    """Returns starts and sizes of equal parts, at `most` so many."""
     parts = next(parts for parts in range(most, 0, -1) if length % parts == 0)
     return [(number * (length // parts), length // parts) for number in range(parts)]
 
@@ -96,7 +94,7 @@ def empty_result(piece: Block, dim: int, length: int) -> Whole:
 
 
 def of_types(types: Any, tree: Any) -> Any:
-    """Returns a pytree in the dtypes of `types`."""
+    """Casts a pytree to the dtypes of `types`."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), types, tree)
 
 

@@ -33,7 +33,7 @@ class Phase:
 
     @property
     def around(self) -> int:
-        """Returns the number of devices on a sum's path, with its owner."""
+        """Returns the number of devices on a sum's path."""
         return self.rings[0].around
 
     def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Span | Slab:
@@ -47,7 +47,7 @@ class Phase:
         return Span(lax.add(first, np.int32(start)) if start else first, size)
 
     def sides(self, ring: int) -> tuple[int, ...]:
-        """Returns the sides of the torus whose devices own a ring's blocks or sums."""
+        """Returns the sides of the torus of owners."""
         return (self.around,)
 
 

@@ -38,13 +38,12 @@ class Scales:
     dtype: Any
 
     def at(self, positions: Any) -> Array:
-        """Returns the scales of these positions."""
         if self.apart:
             return positions.cut(self.whole, self.dim)
         return positions.of_blocks(self.whole, self.dim, self.length)
 
     def read(self, values: Array, scales: Array) -> Array:
-        """Returns the values, dequantized."""
+        """Dequantizes the values."""
         return Quantized(values, scales, dtype=self.dtype).dequantized()
 
 
@@ -53,8 +52,7 @@ def gather_scales(
 ) -> tuple[list[Array], list[Scales]]:
     """Gathers the scales of blocks that will be gathered along `dim`; returns values and scales.
 
-    Scales arrive before values leave. Otherwise they wait for the links of blocks, and the first
-    matmul waits for them.
+    Scales arrive before values leave. Otherwise they, and the first matmul, wait for the links.
     """
     for x in blocks:
         have, length = x.scales.shape[dim], x.shape[dim]
@@ -85,8 +83,6 @@ def _joined_along(dim: int, rows: Array, shape: tuple[int, ...]) -> Array:
 
 
 def join(blocks: Sequence[Quantized], dim: int) -> Quantized:
-    """Returns quantized blocks joined along a dimension."""
-
     def of_each(x: Quantized) -> Array:
         """Returns a scale for each position of `dim`."""
         shape = (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])

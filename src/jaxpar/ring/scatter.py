@@ -29,8 +29,6 @@ class Scatter:
     Attributes:
       cuts: pieces of each share, all of one size, as start and size in a block.
       dim: along which blocks form the full array.
-      length: of a block.
-      dtype: of the result.
       encode: converts sums to their wire form.
     """
 
@@ -49,7 +47,7 @@ class Scatter:
         take: Callable[[Any], Any],
         produce: Callable[[Any], Array],
     ) -> Array:
-        """Returns the sum of all devices' partial sums for this device."""
+        """Sums all devices' partial sums for this device."""
         first, *others = phases
 
         def needed(owner: Index, share: int, piece: int) -> Any:
@@ -124,7 +122,7 @@ class Scatter:
             return index, dict(zip(t.hops, made, strict=True)) if t.hops else made
 
         def in_two(state: Any, t: Step) -> Any:
-            """Adds sums that arrived earlier, while the other piece was computed."""
+            """Adds sums that arrived during the other piece's work."""
             index, leaving, came, done = state
             result: Any = done
             if place and not t.hops and not t.piece:  # this device's first piece starts the block

@@ -1,6 +1,6 @@
 """Flows, and the cost model that predicts their seconds.
 
-A flow is one device's work that overlaps with arriving blocks or leaving sums.
+A flow is one device's work that overlaps with arriving blocks or leaving sums. Times: seconds.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ FlowKind = Literal["gather", "scatter", "all-reduce"]
 
 @dataclass(frozen=True)
 class Flow:
-    """One device's work that overlaps with arriving blocks or leaving sums. Sizes are in bytes.
+    """One device's work and what it sends or receives meanwhile. Sizes are in bytes.
 
     Attributes:
       block_bytes: of one block on the wire.
@@ -113,12 +113,11 @@ BY_KIND = {
 
 
 def fitted_to(kind: str) -> Fitted:
-    """Returns the constants of a kind of chip."""
     return BY_KIND.get(kind, _OTHERS)
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
-    """Predicts the seconds of all pieces, by a roofline.
+    """Predicts the time of all pieces, by a roofline.
 
     Near the ridge neither FLOPs nor bytes hide the other, hence the root of squares. Sums are read
     and written in `passes`, in the matmul's epilogue (0), or not at all if `kept` on the chip.
@@ -144,7 +143,7 @@ def joins(chip: Chip, length: int, sums: float, cuts_first: bool) -> bool:
 
 
 def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> float:
-    """Predicts the seconds of a collective; `messages` share each link of a torus."""
+    """Predicts a collective's seconds; `messages` share each torus link."""
     if flow.quantized and flow.kind == "scatter":  # no collective adds quantized sums
         return all_to_all_time(chip, size * flow.block_bytes, size)
     if not chip.torus:
@@ -154,7 +153,6 @@ def collective_time(chip: Chip, flow: Flow, size: int, messages: int = 1) -> flo
 
 
 def hop_time(chip: Chip, sent: float) -> float:
-    """Predicts the seconds of a permute to a neighbour."""
     if not chip.torus:
         reached = PORT_SHARE * chip.link
         return sent / (min(SMALL_PERMUTE, reached) if sent <= SMALL else reached) + chip.latency
@@ -162,31 +160,28 @@ def hop_time(chip: Chip, sent: float) -> float:
 
 
 def all_to_all_time(chip: Chip, sent: float, size: int) -> float:
-    """Predicts the seconds of an all-to-all of one device's bytes."""
     # A byte crosses a quarter of the ring on average, in one of two directions.
     around = size / 8 if chip.torus else 1.0
     return chip.start + sent * around / chip.link + size / 2 * chip.latency
 
 
 def gathered_again(chip: Chip, flow: Flow, size: int, messages: int) -> float:
-    """Predicts the seconds to gather sums that all devices need."""
+    """Predicts the gather of sums."""
     if flow.kind != "all-reduce":
         return 0.0
     return collective_time(chip, flow, size, messages) + last_copy_time(chip, flow, size)
 
 
 def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
-    """Predicts the seconds of the copy into a program's result."""
+    """Predicts the copy into a program's result."""
     return copy_time(chip, size * flow.block_bytes) if chip.torus else 0.0
 
 
 def copy_time(chip: Chip, size: float) -> float:
-    """Predicts the seconds to read and write so many bytes."""
     return 2 * size / (REACHED * chip.hbm)
 
 
 def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
-    """Predicts the seconds to quantize blocks of gathers."""
     gathered = [flow for flow in flows if flow.quantized and flow.kind == "gather"]
     return sum((QUANTIZING * flow.block_bytes / chip.hbm for flow in gathered), 0.0)
 
@@ -194,7 +189,7 @@ def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
 def work_on_kept(
     chip: Chip, flow: Flow, kept: int, parts: int = 1, *, stepwise: bool = False
 ) -> float:
-    """Predicts the seconds of work on so many saved blocks, or on a full array in `parts`."""
+    """Predicts work on saved blocks, or on an array in `parts`."""
     pieces, fitted = parts if kept == 1 else kept, fitted_to(chip.kind)
     if kept > 1 and flow.sums:
         joined = KEPT_JOINED // max(1, flow.length // kept) + 1
@@ -207,7 +202,7 @@ def work_on_kept(
 
 
 def joining_is_cheaper(length: int, sums: int) -> bool:
-    """Returns whether two blocks should be joined; see `joins`."""
+    """Returns whether to join two blocks; see `joins`."""
     from jaxpar.ring.order import traced_order  # already loaded if two blocks arrive at once
 
     chip = traced_chip()

@@ -24,11 +24,9 @@ class Slab:
 
     @property
     def blocks(self) -> int:
-        """Returns the number of separate blocks."""
         return prod(self.sizes[:-1])
 
     def cut(self, x: Whole, dim: int) -> Block:
-        """Returns these positions."""
         if (span := self._span) is not None:
             return span.cut(x, dim)
         apart, starts, sizes = self._apart(x, dim)
@@ -36,12 +34,10 @@ class Slab:
         return cut.reshape((*x.shape[:dim], prod(self.sizes), *x.shape[dim + 1 :]))
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """Returns their entries, one per block."""
         shape, starts, sizes = (of[:-1] for of in (self.shape, self.starts, self.sizes))
         return Slab((*shape, 1), (*starts, 0), (*sizes, 1)).cut(x, dim)
 
     def place(self, whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
-        """Writes `part` at these positions."""
         if part.shape[dim] == length:
             return part
         if (span := self._span) is not None:
@@ -55,7 +51,7 @@ class Slab:
 
     @property
     def _span(self) -> Span | None:
-        """Returns the positions as a span, if they are consecutive."""
+        """Returns the positions as a span, if consecutive."""
         first, *others = range(len(self.shape))
         if self.sizes[first] > 1 or any(self.sizes[d] < self.shape[d] for d in others):
             return None
@@ -63,7 +59,7 @@ class Slab:
         return Span(self.starts[first] * size, size)
 
     def _apart(self, x: Array, dim: int) -> tuple[Array, list[Any], list[int]]:
-        """Returns `x` with `dim` as all dimensions of the torus, with starts and sizes there."""
+        """Splits `dim` into torus dimensions; returns starts and sizes too."""
         before, behind = x.shape[:dim], x.shape[dim + 1 :]
         # All of one dtype, also if integers have 64 bits.
         starts = [*map(as_int32, (*[0] * len(before), *self.starts, *[0] * len(behind)))]

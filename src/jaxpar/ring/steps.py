@@ -71,7 +71,7 @@ def gather_steps(
     whole_opposite: bool = False,
     reach: int | None = None,
 ) -> list[Step]:
-    """Returns the program that brings all blocks, or those within `reach` hops, to every device.
+    """Returns the program that brings blocks within `reach` hops (None: all) to every device.
 
     With two directions and an even size, the opposite device's block arrives in halves, one from
     each side: each link carries (size - 1) / 2 blocks. With `whole_opposite` it is not cut, but
@@ -112,8 +112,8 @@ def scatter_steps(
     """Returns the program that sends each device the sum of all devices' shares for it.
 
     With one piece, a sum is under way while the share added to it is computed. With two alternating
-    pieces, it has arrived by then. `staggered` makes sums without an addition first, which gives
-    the opposite device's first half one step more to arrive.
+    pieces, it has arrived by then. `staggered` makes sums without an addition first, so that the
+    opposite device's first half has one step more to arrive.
     """
     # Four devices, both directions, two pieces, seen from device 0. 2a is the first half of the sum
     # for device 2. A sum that arrives holds the shares of all devices on its path so far:
@@ -186,7 +186,7 @@ def _hops(directions: tuple[int, ...], rings: int, half: int | None = None) -> t
 def stretches(steps: Sequence[Step], period: int = 1) -> Iterator[tuple[list[Step], int, int]]:
     """Yields stretches of a program in which only the distance grows.
 
-    Each is its first `period` steps, how often they repeat, and the growth each time.
+    Each is its first `period` steps, their repeats, and the growth each time.
     """
     number = 0
     while number < len(steps):

@@ -63,8 +63,7 @@ class Stepwise(Way):
     Attributes:
       directions: of a gather, (1,) or (1, -1). Sums go the other way.
       whole_opposite: whether the opposite device's block arrives in one piece.
-      rings: disjoint rings, which share no link. Each carries its own share of every block. None:
-        one ring in logical order.
+      rings: disjoint rings. Each carries its own share of every block. None: one, in logical order.
       reach: number of hops in each direction; None: to all devices.
     """
 
@@ -76,7 +75,6 @@ class Stepwise(Way):
 
     @property
     def mode(self) -> str:
-        """Returns the mode's name."""
         if self.rings is not None:
             return "multi-ring"
         return "unidirectional" if len(self.directions) == 1 else "bidirectional"
@@ -307,7 +305,7 @@ class Stepwise(Way):
         return sum(map(time_of, steps), 0.0) + copied
 
     def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:
-        """Predicts the seconds that cutting operands takes, or adds to matmuls."""
+        """Predicts the seconds that cutting operands costs."""
         fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
         if flow.kind != "gather":
             around = self._sum_phases(rings)[0].around
@@ -344,7 +342,7 @@ class Stepwise(Way):
         return self._ring(hop).hop(x, hop.direction, distance)
 
     def _followed(self, x: Any, hop: Hop, t: Step) -> Any:
-        """Moves sums one hop after their block, or to the owner at the end."""
+        """Moves sums behind their block, finally to the owner."""
         if self.reach is None or t.hops:
             return self._moved(x, hop, t.distance - 1)
         return self.ring.shift(x, -hop.direction * self.reach)
@@ -358,7 +356,7 @@ def _added(parts: list[Any]) -> Any:
 
 
 def placing(use: Use, dim: int | None, length: int) -> Use:
-    """Returns `use` with a full array in the carry, in which arrivals are placed."""
+    """Returns `use` that also places arrivals in a full array."""
 
     def both(carry: Any, arrivals: Arrivals) -> Any:
         made, whole = (None, None) if carry is None else carry

@@ -30,12 +30,9 @@ class Task(NamedTuple):
     adds: bool = True
 
     def next(self, index: Index, taken: Any, carry: Any) -> Any:
-        """Returns the next carry."""
         return self.finish(self.fold(index, taken, carry))
 
     def work(self, carry: Any) -> Work:
-        """Returns the task as a step's work."""
-
         def compute(index: Index, _: Any, taken: Any) -> Any:
             return self.next(index, taken, carry)
 
@@ -46,7 +43,7 @@ class Task(NamedTuple):
 
 
 def at_once(tasks: Sequence[Task], index: Index) -> Any:
-    """Returns the last carry of tasks, run without transfers."""
+    """Runs tasks without transfers; returns the last carry."""
     order, carry = traced_order(), None
     for task in tasks:
         index, carry, _ = order.beside(index, (), _as_it_is, task.work(carry))

@@ -43,17 +43,15 @@ def take_nothing(positions: Positions) -> None:
 
 
 def in_one_part(block: Any, parts: int) -> list[Any]:
-    """Returns the block in one part."""
     return [block]
 
 
 def as_it_is(x: Any) -> Any:
-    """Returns `x`."""
     return x
 
 
 def forward_first(ways: Sequence[Way], out: Any, residuals: Any) -> tuple[Any, Any]:
-    """Returns both, in an order that keeps a backward pass behind its forward pass."""
+    """Returns both, with the backward pass ordered behind the forward pass."""
     if not any(way.relays for way in ways):
         return out, residuals
     from jaxpar.ring.order import traced_order
@@ -114,7 +112,7 @@ class Round(NamedTuple):
 
 
 class Forms(NamedTuple, Generic[Result]):
-    """The forms of a matmul: by blocks, by so many chunks, or with another operand that travels."""
+    """A matmul's forms: by blocks, by chunks, or with another operand that travels."""
 
     in_blocks: Callable[[], Result]
     across: Callable[[int], Result]
@@ -172,7 +170,6 @@ class Way:
         """Brings all blocks here, and folds `use.consume` over them.
 
         Args:
-          block: the local block, a pytree of arrays.
           dim: along which blocks form the full array. Positions are a `Span`, `Comb` or `Slab`.
             None: blocks are used one by one, and positions are the owner's logical index, int32[].
           split: without `dim`, splits a block into at most so many parts.
@@ -184,7 +181,7 @@ class Way:
         raise NotImplementedError
 
     def kept(self, length: int) -> Kept | None:
-        """Returns the blocks of a `length` that a gather can save; None: none."""
+        """Returns the blocks that a gather can save; None: none."""
         return None
 
     def scatter(
@@ -203,9 +200,7 @@ class Way:
         Args:
           produce: maps operands to partial sums.
           take: maps positions, a `Span`, `Comb` or `Slab`, to operands.
-          dim: the dimension that is scattered.
           length: of a block along `dim`.
-          dtype: of the result.
           tasks: returns tasks, for a number of parts.
           flops: of `produce` for all positions; 0: no matmul.
 
@@ -222,7 +217,6 @@ class Way:
         """Takes every block to all devices, and sums what they add for its owner.
 
         Args:
-          block: the local block, a pytree of arrays.
           carry: stays here.
           own: zeros like `summed(block)`.
 

@@ -35,9 +35,8 @@ def assert_overlapped(
     """Asserts that a compiler's schedule of `fn` waits little for communication.
 
     The program is compiled for devices that need not be present. Its schedule is simulated
-    (`jaxpar.schedule.timeline`), not measured: it shows what later changes of the program, JAX or
-    the compiler do to the overlap. Time is exposed while a device only waits for a transfer. On
-    GPUs without XLA's tables, times are rooflines.
+    (`jaxpar.schedule.timeline`), not measured; on GPUs without XLA's tables, times are rooflines.
+    Time is exposed while a device only waits for a transfer.
 
     Args:
       fn: a function of global arrays, as for `jaxpar.schedule.compile_for`. A `jax.shard_map` in it
@@ -50,7 +49,7 @@ def assert_overlapped(
 
     Raises:
       AssertionError: more is exposed. The text has the longest waits with line, cause and edit.
-      ImportError: the compiler is not installed; the message names the extra that brings it.
+      ImportError: the compiler is not installed; the message names its extra.
       TypeError: `mesh` with a target that has one.
       ValueError: an unknown target, or a limit that is not between 0 and 1.
 
@@ -98,7 +97,7 @@ def assert_no_resharding(
 ) -> None:
     """Asserts that the partitioner moves no array to another sharding.
 
-    All-gathers, all-to-alls and permutes count that the traced program does not have. Sums do not
+    Counts all-gathers, all-to-alls and permutes that are not in the traced program. Sums do not
     count: a product over a sharded dimension needs one.
 
     Args:
@@ -111,9 +110,7 @@ def assert_no_resharding(
     Raises:
       AssertionError: there are some. The text has each one's line, the array, and its sharding
         before and after.
-      ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` with a target that has one.
-      ValueError: an unknown target.
+      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
@@ -149,8 +146,8 @@ def assert_collectives(
 ) -> None:
     """Asserts which collectives a compiled program runs, how often, and how much they send.
 
-    The compiled module counts, with what the partitioner and the compiler add, join or drop. A
-    loop's collective counts as often as it runs.
+    The compiled module counts, with what the compiler adds, joins or drops. A loop's collective
+    counts as often as it runs.
 
     Args:
       fn: as for `assert_overlapped`.
@@ -164,9 +161,7 @@ def assert_collectives(
 
     Raises:
       AssertionError: there are others. The text has expected and found ones, with lines.
-      ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` with a target that has one.
-      ValueError: an unknown target.
+      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
@@ -222,9 +217,7 @@ def assert_peak_memory(
 
     Raises:
       AssertionError: it needs more. The text has the largest arrays at the peak, with their lines.
-      ImportError: the compiler is not installed; the message names the extra that brings it.
-      TypeError: `mesh` with a target that has one.
-      ValueError: an unknown target.
+      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))

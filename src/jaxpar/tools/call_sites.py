@@ -1,4 +1,4 @@
-"""The table of `mode="auto"`: the algorithms of each call site, and the chosen one."""
+"""The table of `mode="auto"`: call sites, algorithms and choices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ class CallSite:
       name: of the site, as in a file of `jaxpar tune`.
       part: "forward", "backward", "forward, no gradients", "row chunks" or "dispatch".
       line: of the program, such as `model.py:12 in mlp`.
-      algorithms: all that exist.
       taken: the name of the chosen one.
       by: "auto", or "tuned" or "named" if a file or the program says so.
     """
@@ -89,9 +88,7 @@ class CallSite:
 class Ways:
     """The call sites of a program, in the order of tracing.
 
-    Attributes:
-      sites: their parts.
-      bands: the errors of matmuls on the chip, as text.
+    `bands` are the errors of matmuls on the chip, as text.
     """
 
     sites: tuple[CallSite, ...]
@@ -236,7 +233,7 @@ def _site(name: str, part: str, decision: Decision, line: str) -> CallSite:
 
 
 def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
-    """Returns the errors of a row's transfers, of measurements as large as it."""
+    """Returns the errors of transfers of that size."""
     if chip is None or row.seconds is None:
         return ""
     travels = "gather" if flow == "gather" else "sum"

@@ -1,1 +1,1 @@
-"""Predictions and public measurements, and the error of each kind of work."""
+"""Predictions, public measurements, and errors by kind of work."""

@@ -1,4 +1,4 @@
-"""Bands: ranges of a prediction's errors, by chip and kind of work."""
+"""Bands: ranges of errors, by chip and kind of work."""
 
 from __future__ import annotations
 
@@ -51,10 +51,7 @@ class Band:
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:
-    """Returns the bands of a prediction's parts, the longest first.
-
-    There are none for rooflines, or for other figures than the chip's own.
-    """
+    # There are none for rooflines, or for other figures than the chip's own.
     own = target.chip
     if own is None or own != target_of(target.mesh).chip:
         return []
@@ -74,7 +71,7 @@ def bands_of(played: Timeline, target: Target) -> list[Band]:
 
 
 def _made_of(events: Iterable[Event]) -> Iterable[tuple[Event, float]]:
-    """Yields computation and transfers that are waited for, with their seconds."""
+    """Yields computation and waits, with their seconds."""
     transfers: dict[str, Event] = {}
     for event in events:
         if event.kind == "transfer":
@@ -94,7 +91,7 @@ def _kind(event: Event) -> str:
 
 @cache
 def bands() -> tuple[Band, ...]:
-    """Returns the bands that `python benchmarks/accuracy` last found."""
+    """Returns the bands that `benchmarks/accuracy` last found."""
     found = json.loads(files("jaxpar.tools.accuracy").joinpath("bands.json").read_text())
     return tuple(Band(**one) for one in found)
 

@@ -1,4 +1,4 @@
-"""Public measurements of single operations, and programs that do the same."""
+"""Public measurements of single operations, and equal programs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class Measurement:
 
     @property
     def kind_of_chip(self) -> str:
-        """Returns the chip, as in `Chip.kind`."""
         known: dict[str, str] = dict(zip(TPUS, _KINDS, strict=True))
         return known.get(self.chip, f"NVIDIA {self.chip.upper()}")
 
@@ -94,7 +93,7 @@ class Measurement:
 
     @property
     def is_held_out(self) -> bool:
-        """Returns whether nothing was fitted to it: half of all, by name."""
+        """Returns whether nothing was fitted to it."""
         return sha256(self.name.encode()).digest()[0] % 2 == 1
 
     def compile(self, cache: str | Path | None = None) -> CompiledProgram:
@@ -118,7 +117,7 @@ class Measurement:
 
 
 def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int, ...]], bool]:
-    """Returns a device's function, its operands' shapes, and whether devices share them."""
+    """Returns function, operands' shapes, and whether devices share."""
     axes = one.axes
     if one.op in _POINTWISE:
         operands = [_matrix(prod(one.shape), 1)] * (2 if one.op == "add" else 1)
@@ -143,8 +142,7 @@ def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int
 
 
 def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Repeats a function; without the barrier the compiler would compute one number."""
-
+    # Without the barrier the compiler would compute one number.
     def trip(number: Any, operands: tuple[Any, ...]) -> Any:
         first, *others = operands
         found = lax.optimization_barrier(function(first + number.astype(first.dtype), *others))
@@ -163,7 +161,6 @@ def _gathered(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _matrix(size: int, rows: int) -> tuple[int, ...]:
-    """Returns a shape of `size` numbers in `rows` equal parts, with rows of 1024 if they fit."""
     if size % (1024 * rows) == 0:
         return size // 1024, 1024
     return (rows, max(1, size // rows)) if rows > 1 else (size,)

@@ -16,11 +16,7 @@ from jaxpar.tools.private_names import Chip
 class Wanted:
     """One device's part of an operation to compare.
 
-    Attributes:
-      kinds: as `Measurement.kind`; the first with rows counts.
-      sizes: m, k and n of one device's product.
-      group: the number of devices that take part together.
-      sent_bytes: by one device.
+    The first of `kinds` with rows counts. `sizes` are m, k and n.
     """
 
     kinds: tuple[str, ...]
@@ -36,17 +32,16 @@ class Wanted:
 
 
 def is_sending(one: Wanted | Measurement, chip: Chip) -> bool:
-    """Returns whether transfers take longer than products; a torus uses two links."""
     links = 2 if chip.torus else 1
     width = jnp.dtype(one.dtype).itemsize
     return one.sent_bytes / (links * chip.link) > one.flops * width / (2 * chip.flops)
 
 
 def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
-    """Returns the row of the same kind, chip and bound that is nearest in size.
+    """Returns the row nearest in size, of the same kind, chip and bound.
 
-    The same width of numbers comes first in products. Distances are those of logarithms of m, k, n,
-    of bytes, and of the number of devices.
+    Products prefer the same width of numbers. Distances are logarithmic in m, k, n, bytes, and the
+    number of devices.
     """
     sends = is_sending(wanted, chip)
     rows = [one for one in measurements() if one.kind_of_chip == chip.kind]
@@ -58,7 +53,7 @@ def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
 
 
 def _distance(wanted: Wanted, one: Measurement) -> tuple[bool, float]:
-    """Returns whether a width that matters differs, and how far sizes are apart."""
+    """Returns whether widths differ, and sizes' distance."""
     if not one.flops:
         ours, theirs = (wanted.group, wanted.sent_bytes), (one.group, one.sent_bytes)
         return False, _apart(ours, theirs)

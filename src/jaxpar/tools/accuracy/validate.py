@@ -17,20 +17,16 @@ ONE_TRANSFER = ("gather", "sum", "permute", "all-to-all")
 
 @dataclass(frozen=True)
 class Held:
-    """A measurement and its prediction, in seconds."""
-
     measured: Measurement
     chip: str  # as in `Chip.kind`
     predicted: float
 
     @property
     def error(self) -> float:
-        """Returns predicted / measured - 1."""
         return self.predicted / self.measured.seconds - 1
 
 
 def validate(one: Measurement, cache: str | Path | None) -> Held | str:
-    """Compiles and simulates a measurement, or returns why it cannot."""
     try:
         program = one.compile(cache)
     except Exception as reason:  # each compiler has its own errors
@@ -41,7 +37,7 @@ def validate(one: Measurement, cache: str | Path | None) -> Held | str:
 
 
 def seconds_of(one: Measurement, played: Timeline) -> float:
-    """Returns the time to compare, without the copy of a collective's result."""
+    # The copy of a collective's result does not count.
     return (played.transfer if one.kind in ONE_TRANSFER else played.total) / one.times
 
 
@@ -55,7 +51,6 @@ def bands_from(found: Iterable[Held]) -> list[Band]:
 
 
 def table(found: Iterable[Held]) -> list[list[str]]:
-    """Returns a row per class, with errors of those that nothing was fitted to."""
     shown = []
     for (chip, kind, is_large), held in sorted(_by_class(found).items()):
         errors = sorted(abs(one.error) for one in held if one.measured.is_held_out)

@@ -1,4 +1,4 @@
-"""`jaxpar bench`: times the overlapped matmuls against the naive ones."""
+"""`jaxpar bench`: times overlapped matmuls against naive ones."""
 
 import argparse
 import json
@@ -83,7 +83,6 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Returns what a reader must know to judge the ratios."""
         return [CPU_NOTE] if self.platform == "cpu" else []
 
 
@@ -104,7 +103,7 @@ def print_header(run: Run, console: Any) -> None:
 
 
 def print_table(rows: Sequence[Row], console: Any) -> None:
-    """Prints a section a case; a ratio has a colour if its quartiles are on one side of 1."""
+    """Prints ratios, coloured if their quartiles exclude 1."""
     print_rows(console, _COLUMNS, [], show_header=True)
     case = None
     for (op, shape, phase), group in groupby(rows, lambda row: (row.op, row.shape, row.phase)):
@@ -180,7 +179,6 @@ _STYLES = {
 
 
 def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
-    """Draws the median ratio and the quartiles of every mode but naive."""
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
     cases = list(dict.fromkeys((row.op, row.shape) for row in rows))
     figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=150)

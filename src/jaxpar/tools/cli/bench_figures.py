@@ -1,4 +1,4 @@
-"""Figures to compare a measured time with: its bound, its prediction, the nearest public row."""
+"""Figures to judge a measured time: bound, prediction, public row."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ _HARMLESS = ("xla_dump", "xla_force_host_platform_device_count", "megascale")
 
 @dataclass(frozen=True)
 class Public:
-    """The nearest public measurement; its rate is in the unit of the measured one."""
-
+    # The rate is in the unit of the measured rate.
     name: str
     what: str
     seconds: float
@@ -47,17 +46,13 @@ class Public:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures that one measured row is compared with.
+    """Figures that one measured row is compared with.
 
     Attributes:
       bound: seconds of the FLOPs at peak, or of the bytes over all links of a group.
-      predicted: seconds of this mode; None if it cannot be predicted.
+      predicted: seconds of this mode, or None.
       is_least: whether the prediction is a lower bound.
       estimate: the source of matmul times, or why there is no prediction.
-      bands: errors of such predictions.
-      rate: the measured rate, in `unit`.
-      public: None if no public row fits.
-      reasons: why the measured time is longer than the bound.
     """
 
     bound: float
@@ -72,7 +67,7 @@ class Figures:
 
 
 def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
-    """Measures a call that computes almost nothing, on all devices of a mesh."""
+    """Times an almost empty call on all devices."""
     spec = PartitionSpec(mesh.axis_names)
     x = place(np.zeros((mesh.size,), np.float32), mesh, spec)
     nothing = jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -81,7 +76,7 @@ def seconds_of_nothing(mesh: Mesh, repeats: int = 20) -> float:
 
 
 def host_of(mesh: Mesh) -> Host:
-    """Measures what the host adds to every call; all processes must call it."""
+    # All processes must call it.
     if target_of(mesh).chip is None:
         return Host()
     own = jaxpar.compiler_options(mesh)
@@ -94,7 +89,6 @@ def host_of(mesh: Mesh) -> Host:
 
 
 def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
-    """Returns the figures for a row, or why there are none."""
     mesh, chip = row.program.target.mesh, row.program.target.chip
     if why := between_slices(mesh):
         return why
@@ -127,7 +121,6 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
 def _predicted(
     program: CompiledProgram, floor: Floor, ring: Ring, measured: Any, host: Host
 ) -> dict[str, Any]:
-    """Returns the fields that need a prediction."""
     try:
         played = timeline(program)
         return {
@@ -169,7 +162,6 @@ _REASONS = [Column("", 14), Column("", left=True, wraps=True)]
 def print_figures(
     rows: Sequence[Row], figures: Sequence[Figures | str], clocks: Clocks | None, console: Any
 ) -> None:
-    """Prints a section a case, with the public row and why the fastest mode is slow."""
     missing = dict.fromkeys(one for one in figures if isinstance(one, str))
     known = [(row, one) for row, one in zip(rows, figures, strict=True) if isinstance(one, Figures)]
     if known:

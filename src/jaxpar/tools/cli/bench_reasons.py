@@ -1,4 +1,4 @@
-"""Reasons why a measured matmul is slower than its bound, each with evidence."""
+"""Reasons why a matmul exceeds its bound, with evidence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ LANES, ROW = 128, 16  # numbers in a TPU's row; bytes that a GPU's kernels read 
 
 @dataclass(frozen=True)
 class Host:
-    """What the devices and their host add to every call.
-
-    Attributes:
-      call_seconds: the time of an empty call.
-      flags: compiler flags from the environment.
-      clocks: the GPUs' clocks during the run.
-    """
+    """What devices and host add to every call."""
 
     call_seconds: float = 0.0
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -37,8 +31,6 @@ class Host:
 
 @dataclass(frozen=True)
 class Reason:
-    """Something that takes so many seconds beyond the bound."""
-
     seconds: float
     text: str
 
@@ -51,7 +43,7 @@ def reasons_of(
     measured: tuple[float, float, float],
     host: Host,
 ) -> tuple[Reason, ...]:
-    """Returns why a call takes longer than its floor, the largest reason first.
+    """Returns why a call exceeds its floor, the largest reason first.
 
     `measured` has the quartiles of a call's seconds.
     """
@@ -70,7 +62,6 @@ def reasons_of(
 
 
 def _of_transfers(program: CompiledProgram, played: Timeline) -> Iterator[Reason]:
-    """Yields one reason for each row of transfers that is waited for."""
     by_name = {event.name: event for event in played.transfers}
     waits: dict[str, list[tuple[Event, float]]] = {}
     for event in played.events:
@@ -98,7 +89,6 @@ def _why_waited(program: CompiledProgram, row: str, waits: list[tuple[Event, flo
 
 
 def _freeing(program: CompiledProgram, row: str) -> str:
-    """Returns what makes a collective asynchronous."""
     kind = row.rpartition(" ")[2]
     # The compiler may turn a synchronous reduce-scatter into an all-reduce and a slice.
     kinds = (kind, "reduce-scatter") if kind == "all-reduce" else (kind,)
@@ -122,7 +112,7 @@ def _freeing(program: CompiledProgram, row: str) -> str:
 
 
 def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator[Reason]:
-    """Yields a ring whose neighbours have no link of their own."""
+    """Yields a ring whose neighbours lack a direct link."""
     mesh, chip = program.target.mesh, program.target.chip
     axes = [name for name in ring if mesh.shape[name] > 1]
     if chip is None or not axes:
@@ -163,7 +153,7 @@ def _of_products(program: CompiledProgram, played: Timeline, floor: Floor) -> It
 
 
 def _why_below(product: Dot, chip: Chip | None) -> str:
-    """Returns which size or dtype keeps a matmul from the peak, if known."""
+    """Returns which size or dtype misses the peak."""
     if product.width >= 4:
         return " in 32-bit numbers: the peak is for 16 bits (--dtype bfloat16)"
     inner = (product.k, product.n)
@@ -194,7 +184,6 @@ def _of_passes(played: Timeline) -> Iterator[Reason]:
 def _of_host(
     played: Timeline, measured: tuple[float, float, float], host: Host
 ) -> Iterator[Reason]:
-    """Yields times that the prediction does not know."""
     low, middle, high = measured
     if high > SCATTERED * low:
         yield Reason(

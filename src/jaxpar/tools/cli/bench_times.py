@@ -1,4 +1,4 @@
-"""Compiles the modes of one operation, checks each result, then times them interleaved."""
+"""Compiles an operation's modes, checks results, times them interleaved."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +24,6 @@ PHASES = ("forward", "forward+backward")
 
 @dataclass(frozen=True)
 class BenchCase:
-    """Operands, a cotangent, and the right `out`, `dlhs` and `drhs`."""
-
     shape: Shape
     lhs: np.ndarray  # [M, K] in the dtype of the run, like rhs and cotangent
     rhs: np.ndarray  # [K, N]
@@ -40,7 +38,7 @@ class BenchCase:
 
 
 def make_problem(shape: Shape, dtype: str) -> BenchCase:
-    """Draws normal operands, equal in all processes, and multiplies them in float64."""
+    # The operands are equal in all processes.
     rows, depth, cols = shape
     rng = np.random.default_rng(0)
 
@@ -61,12 +59,12 @@ def make_problem(shape: Shape, dtype: str) -> BenchCase:
 
 
 def place(x: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Puts `x` on the mesh; each process supplies only its own devices."""
+    # Each process supplies only its own devices.
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def error(got: jax.Array, want: np.ndarray) -> float:
-    """Returns the largest absolute error on any device, in units of the rms of `want`."""
+    """Returns the largest error, in rms of `want`."""
     if got.shape != want.shape:
         return float("inf")
     rms = np.sqrt(np.mean(np.square(want)))
@@ -86,9 +84,9 @@ def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
     `8 (u_dtype (1 + sqrt(ring / 2)) + u_float32 sqrt(depth / 2) + 2 u_product)`, where `u` is the
     relative error of one rounding. The result and at most one partial sum a device are rounded to
     the dtype; float32 sums are rounded `depth` times. Partial sums grow as the square root of their
-    length, and roundings are independent: together `sqrt(length / 2)`. `u_product` is the rounding
-    of float32 operands: to bfloat16 on TPU, to 10 bits of fraction on GPU. The 8: no element of a
-    matrix in memory is more than 8 standard deviations away.
+    length, and roundings are independent: together `sqrt(length / 2)`. `u_product` rounds float32
+    operands: to bfloat16 on TPU, to 10 bits of fraction on GPU. The 8: no element of a matrix in
+    memory is more than 8 standard deviations away.
     """
     product = {"cpu": 0.0, "tpu": 2.0**-9}.get(platform, 2.0**-11) if dtype == "float32" else 0.0
     result, partial = (float(jnp.finfo(name).eps) / 2 for name in (dtype, "float32"))
@@ -97,8 +95,7 @@ def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The measurement of one op, shape, phase and mode. Bytes are those of one device."""
-
+    # Bytes are those of one device.
     op: str
     shape: str
     phase: str
@@ -115,8 +112,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A wrong result, whose case is not timed."""
-
     op: str
     shape: str
     phase: str
@@ -152,10 +147,9 @@ def measure(
     repeats: int,
     tick: Callable[[], None],
 ) -> tuple[list[Row], list[Refusal]]:
-    """Measures the modes of `op` on `problem`, naive first, in one of `PHASES`.
+    """Measures `op` in one of `PHASES`, naive first.
 
-    Returns a row a mode. If any mode computes a wrong result, returns refusals and no row. Calls
-    `tick` once a round.
+    If any mode computes a wrong result, returns refusals and no row.
     """
     size, backward = ring_size(mesh, ring), phase == "forward+backward"
     args = [problem.lhs, problem.rhs, *([problem.cotangent] if backward else [])]
@@ -211,10 +205,10 @@ def time_interleaved(
     tick: Callable[[], None],
     renew: Callable[[Any], Any] = lambda x: x,
 ) -> list[list[float]]:
-    """Times each function once a round, so that drift of the machine affects all alike.
+    """Times each function once a round, so that drift affects all alike.
 
-    The order is rotated and reversed from round to round. The first round warms up and is dropped.
-    `renew` copies arguments that a call donates, outside of the timed part.
+    The order is rotated and reversed. The first round warms up and is dropped.
+    `renew` copies donated arguments outside of the timed part.
     """
     seconds: list[list[float]] = [[] for _ in functions]
     for turn in range(-1, repeats):

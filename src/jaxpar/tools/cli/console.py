@@ -17,11 +17,11 @@ INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of SIGINT
 
 
 class UsageError(Exception):
-    """An argument that is refused; the text says why, and what to write instead."""
+    """A refused argument; says why, and what to write."""
 
 
 def status_of(program: str, run: Callable[[], int]) -> int:
-    """Returns the exit status of `run`; prints a `UsageError` as one line."""
+    """Runs a command; prints `UsageError` as one line."""
     try:
         return run()
     except UsageError as reason:
@@ -40,7 +40,7 @@ def print_error(program: str, reason: object) -> None:
 
 
 def require_extra(module: str, extra: str = "bench") -> Any:
-    """Imports a module of an extra, or raises `UsageError` with the install command."""
+    """Imports an extra's module, or raises `UsageError`."""
     try:
         return import_module(module)
     except ImportError as missing:
@@ -50,7 +50,6 @@ def require_extra(module: str, extra: str = "bench") -> Any:
 
 
 def open_console(stderr: bool = False) -> Any:
-    """Returns a rich console, 100 wide if it is no terminal."""
     console = require_extra("rich.console").Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 100  # a pipe has no width
@@ -61,13 +60,9 @@ def open_console(stderr: bool = False) -> Any:
 def progress(
     first: str, total: int | None, *, shown: bool = True, still: bool = False
 ) -> Generator[Callable[[str], None], None, None]:
-    """Shows a bar, or lines without a terminal; yields a function to call after each step.
+    """Shows a bar, or log lines; yields a function to call after each step.
 
-    Args:
-      first: the text before the first step ends.
-      total: the number of steps; None if unknown.
-      shown: whether to show anything.
-      still: whether to draw only between steps, so that no thread draws during a timing.
+    `total` is None if unknown. With `still`, no thread draws, which would disturb a timing.
     """
     if not shown:
         yield lambda label: None
@@ -92,7 +87,6 @@ def progress(
 def _lines(
     first: str, total: int | None, still: bool
 ) -> Generator[Callable[[str], None], None, None]:
-    """Yields progress for a log: a line every few seconds, none for short work."""
     done, last = 0, time.monotonic()
 
     def tick(label: str) -> None:
@@ -115,8 +109,6 @@ def _lines(
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; with `wraps`, long text continues on the next line."""
-
     title: str
     width: int | None = None
     left: bool = False
@@ -131,7 +123,6 @@ def print_rows(
     padding: tuple[int, ...] = (0, 1),
     show_header: bool = False,
 ) -> None:
-    """Prints rows in columns of fixed widths."""
     table = require_extra("rich.table").Table(
         box=None, padding=padding, pad_edge=False, show_header=show_header
     )

@@ -1,4 +1,4 @@
-"""`jaxpar doctor`: checks the installation, the devices and collectives."""
+"""`jaxpar doctor`: checks installation, devices and collectives."""
 
 import argparse
 import json
@@ -62,12 +62,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Check:
-    """A collective that was run over all devices.
-
-    Attributes:
-      seconds: the time of its second run; the first one compiles.
-      wrong: what is wrong with its result, or empty.
-    """
+    """A collective that ran on all devices; `seconds` times its second run, without compilation."""
 
     name: str
     seconds: float
@@ -76,14 +71,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Health:
-    """All that doctor finds.
-
-    Attributes:
-      packages: versions; None if not installed.
-      missing: the missing packages of each extra.
-      compilers: those of tpu and gpu that are installed.
-      hints: known problems, and what to do.
-    """
+    """All that doctor finds; packages that are not installed have version None."""
 
     description: Description
     packages: Mapping[str, str | None]
@@ -175,7 +163,7 @@ def _lines(health: Health) -> Iterator[str]:
 
 
 def _devices(found: Description) -> str:
-    """Returns the line on processes and devices; more than one CPU device is simulated."""
+    # More than one CPU device is simulated.
     if found.platform != "cpu" or found.devices == found.processes:
         return str(found).splitlines()[0]
     here = f"process {found.process} of {found.processes} on {found.host}"
@@ -186,7 +174,6 @@ def _devices(found: Description) -> str:
 
 
 def _checks() -> Iterator[Check]:
-    """Runs collectives whose results NumPy knows."""
     mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
     n = mesh.size
     x = np.arange(n * n, dtype=np.float32).reshape(n, n)  # a row for each device
@@ -289,7 +276,7 @@ def hints(
 
 
 def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[str]:
-    """Yields a hint if a device's compiler makes JAX's explicit starts synchronous."""
+    """Yields a hint if starts become synchronous."""
     known = compiler_of(kind)
     if not known.options or _numbers(packages.get("jax") or "") < (0, 12):
         return

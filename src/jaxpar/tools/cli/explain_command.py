@@ -1,4 +1,4 @@
-"""`jaxpar explain`: prints each wait with its line, its cause and an edit."""
+"""`jaxpar explain`: prints waits with line, cause and edit."""
 
 import argparse
 import json

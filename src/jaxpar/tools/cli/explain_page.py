@@ -1,4 +1,4 @@
-"""An explanation as one page that works offline."""
+"""An explanation as an offline page."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,6 @@ _DATA = "/* data */"
 
 
 def page_of(record: Mapping[str, Any]) -> str:
-    """Returns the page `explain.html` with an explanation in it."""
     page = files("jaxpar.tools.cli").joinpath("explain.html").read_text()
     # A text of the program's must not end, or begin, the script that it stands in.
     data = json.dumps(_shown(record)).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The process of `jaxpar explain`: compiles a program, and the program with edits."""
+"""The process of `jaxpar explain`, which compiles the programs."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,10 +14,7 @@ from jaxpar.tools.explain.explain import require_known
 
 
 def serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
-    """Says `facts`, `trying` before each compilation, then `prediction` and `explained`.
-
-    All work stays in one thread: contexts and frameworks keep settings by thread.
-    """
+    # All work stays in one thread: contexts and frameworks keep settings by thread.
     try:
         _serve(task, say)
     except UsageError as reason:

@@ -1,4 +1,4 @@
-"""The clocks of GPUs during a measurement, as their driver reports them."""
+"""GPU clocks during a measurement, from the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_LIMIT = 0.95
 
 @dataclass(frozen=True)
 class Clocks:
-    """The clock and its maximum in MHz, the power and its limit in watts."""
+    """The clock in MHz, the power in watts."""
 
     mhz: float
     most: float
@@ -39,7 +39,7 @@ class Clocks:
 
 @contextmanager
 def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, None]:
-    """Watches the clocks; yields a function that returns their medians, if a GPU is busy."""
+    """Yields a function that returns busy GPUs' medians."""
     said = ""
     tool = shutil.which("nvidia-smi") if platform == "gpu" else None
     if tool is None:
@@ -60,7 +60,6 @@ def clocks_of(platform: str) -> Generator[Callable[[], Clocks | None], None, Non
 
 
 def clocks_in(said: str) -> Clocks | None:
-    """Returns the medians of the samples of busy GPUs."""
     samples = [[*map(_number, line.split(","))] for line in said.splitlines()]
     busy = [sample for sample in samples if len(sample) == 5 and sample[4] >= _BUSY and sample[1]]
     if not busy:

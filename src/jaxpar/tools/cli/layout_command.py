@@ -1,4 +1,4 @@
-"""`jaxpar layout`: shows what each device of a mesh holds of a model."""
+"""`jaxpar layout`: shows what each device holds of a model."""
 
 import argparse
 from typing import Any
@@ -68,7 +68,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _mesh(text: str) -> Any:
-    """Returns an abstract mesh, which needs no devices, if all sizes are given."""
+    # The mesh is abstract and needs no devices, if all sizes are given.
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
     sizes = {name: size for name, _, size in parts}
     if all(size.isdecimal() and int(size) for size in sizes.values()) and all(sizes):

@@ -42,14 +42,11 @@ line; 130 interrupted. Results go to standard output, errors and progress to sta
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a bad argument on one line, without the usage text."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; without one, prints the help."""
     parser = _Parser(
         prog="jaxpar",
         description=DESCRIPTION,

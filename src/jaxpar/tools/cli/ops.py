@@ -1,4 +1,4 @@
-"""The operations: shardings of a global M x K x N, and the local function to time."""
+"""Operations: shardings of a global M x K x N, and functions to time."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ Ring = tuple[str, ...]  # the mesh axes that form the ring
 class Op:
     """One way to shard `lhs[M, K] @ rhs[K, N] = out[M, N]` over a ring.
 
-    `lhs`, `rhs` and `out` name the dimension that is sharded over the ring; empty: unsharded. Along
-    other mesh axes everything is replicated: each ring of the mesh does the same work.
+    `lhs`, `rhs` and `out` name their sharded dimension, or are empty. Other mesh axes replicate, so
+    each ring does the same work.
     """
 
     name: str
@@ -40,7 +40,6 @@ class Op:
         return spec("MK", self.lhs), spec("KN", self.rhs), spec("MN", self.out)
 
     def bind(self, mesh: Mesh, ring: Ring, mode: str, **options: Any) -> Callable[[Any, Any], Any]:
-        """Returns the function of the global operands that computes in `mode`."""
         lhs, rhs, out = self.specs(ring)
         return jax.shard_map(
             lambda lhs, rhs: self.local(lhs, rhs, ring, mode, **options),
@@ -50,7 +49,7 @@ class Op:
         )
 
     def on_one_device(self, shape: Shape, size: int) -> tuple[Shape, int]:
-        """Returns M, K, N of one device's matmul, and how many numbers it gathers or scatters."""
+        """Returns a device's M, K, N and numbers moved."""
         rows, depth, cols = shape
         if self.lhs == self.rhs:  # the contracting dimension: partial sums travel
             return (rows, depth // size, cols), rows * cols
@@ -59,13 +58,12 @@ class Op:
         return (rows // size, depth, cols), depth * cols
 
     def sent(self, moved: float, size: int, grad: bool) -> float:
-        """Returns the least bytes that one device sends, of `moved` gathered or scattered ones."""
+        """Returns the least bytes that one device sends."""
         # An all-reduce sends twice. Its backward pass sends nothing: the cotangent is replicated.
         passes = 2 if grad or not self.out else 1
         return passes * moved * (size - 1) / size
 
     def pieces(self, shape: Shape, size: int) -> list[Shape]:
-        """Returns the matmuls that one device may do; the last one is that of `on_one_device`."""
         usual, _ = self.on_one_device(shape, size)
         m, k, n = shape
         parts = [(m // size, k, n), (m, k // size, n), (m, k, n // size)]
@@ -75,8 +73,8 @@ class Op:
     def least_sent(self, shape: Shape, size: int, grad: bool) -> float:
         """Returns the fewest numbers that one device sends, for any split of the work.
 
-        Each product may split M, K or N. Its operands are gathered, or exchanged for other shards;
-        its result is scattered, summed or exchanged. An operand of two products travels once.
+        Each product may split M, K or N. Operands are gathered or exchanged. Results are scattered,
+        summed or exchanged. An operand of two products travels once.
         """
         lengths = dict(zip("MKN", shape, strict=True))
         numbers = {dims: lengths[dims[0]] * lengths[dims[1]] for dims in ("MK", "KN", "MN")}
@@ -84,7 +82,7 @@ class Op:
         gathered, exchanged = (size - 1) / size, (size - 1) / size**2
 
         def taken(dims: str, dim: str) -> float:
-            """Returns the share of an array that travels before a product."""
+            """Returns an array's share that travels beforehand."""
             if not held[dims] or held[dims] == dim:
                 return 0.0
             return exchanged if dim in dims else gathered
@@ -114,7 +112,6 @@ class Op:
         return min(totals)
 
     def require_fit(self, shape: Shape, mesh: Mesh, ring: Ring) -> None:
-        """Raises `UsageError` unless the ring divides every sharded dimension."""
         size = ring_size(mesh, ring)
         for dim, length in zip("MKN", shape, strict=True):
             quotient, rest = divmod(length, size)
@@ -164,8 +161,6 @@ DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of operands and a cotangent, for the result and all gradients."""
-
     def forward_and_backward(*given: Any) -> Any:
         *operands, cotangent = given
         out, pull_back = jax.vjp(function, *operands)
@@ -176,10 +171,9 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pull_strictly(out: Any, pull_back: Any, cotangent: Any) -> tuple[Any, Any]:
-    """Returns the result and the gradients; no gradient is computed before the result.
+    """Computes the result, and only then the gradients.
 
-    Without the barrier a compiler would hide forward transfers behind backward matmuls. In a model,
-    the loss comes in between.
+    Otherwise a compiler would hide forward transfers behind backward matmuls, unlike in a model.
     """
     out, pull_back, cotangent = lax.optimization_barrier((out, pull_back, cotangent))
     return out, pull_back(cotangent)

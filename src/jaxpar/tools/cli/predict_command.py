@@ -141,7 +141,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def failure_lines(reports: Sequence[TargetResults]) -> list[str]:
-    """Returns a line for each different reason, with all programs that failed for it."""
     rows: dict[str, list[str]] = {}
     for report in reports:
         for failure in report.failures:
@@ -180,7 +179,7 @@ def _programs(request: Request) -> int:
 
 
 def run_all(requests: Sequence[Request], jobs: int, tick: Tick) -> list[TargetResults]:
-    """Serves each request in its own process, `jobs` at a time."""
+    """Serves each request in its own process."""
     with ThreadPoolExecutor(jobs) as pool:
         try:
             return list(pool.map(partial(_run_one, tick=tick), requests))
@@ -199,7 +198,6 @@ def _run_one(request: Request, tick: Tick) -> TargetResults:
 
 
 def parse_requests(args: argparse.Namespace) -> list[Request]:
-    """Returns what to compile for each target; raises `UsageError`."""
     _require_one_kind(args)
     if args.jobs < 0:
         raise UsageError(f"--jobs {args.jobs} must not be negative")

@@ -42,7 +42,6 @@ class PlannedProgram:
 
 
 def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgram]:
-    """Returns the programs of a request; raises `UsageError` if shapes do not fit."""
     if request.function is not None:
         return [_of_function(request, target)]
     shapes = parse_shapes(",".join(request.shapes))
@@ -59,13 +58,12 @@ def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgra
 
 
 def requested_options(request: Request, target: Target) -> dict[str, Any]:
-    """Returns the compiler options of a request, with the target's unless it is bare."""
     own = {} if request.bare else compiler_options(target)
     return {**own, **request.compiler_options}
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
-    """Returns the least floor of an operation over all splits of its work."""
+    """Returns the least floor over all splits."""
     size = ring_size(target.mesh, ring)
     # `matmul_floor` counts both passes itself.
     sent = op.least_sent(shape, size, request.grad) / (2 if request.grad else 1)
@@ -82,7 +80,6 @@ def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request)
 
 
 def _width(op: Op, request: Request) -> float:
-    """Returns the bytes of a number that travels, averaged over both passes."""
     dtype = jnp.dtype(request.dtype)
     if gathered_by(request.wire_dtype, dtype) is None:
         return min(jnp.dtype(name).itemsize for name in (dtype, request.wire_dtype or dtype))
@@ -160,7 +157,6 @@ def find_function(text: str) -> Callable[..., Any]:
 
 
 def _ask(function: Callable[..., Any], text: str, target: Target) -> Any:
-    """Calls the user's function with the mesh; returns (function, args)."""
     remedy = "give its arguments as in --args 'bf16[8192,8192]@tp,-', or return (function, args)"
     try:
         made = function(target.mesh)
@@ -176,11 +172,7 @@ def _ask(function: Callable[..., Any], text: str, target: Target) -> Any:
 
 
 def _with_gradients_of_floats(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose last argument has the cotangents.
-
-    As constants, they would simplify the program.
-    """
-
+    # Cotangents are arguments: as constants, they would simplify the program.
     def forward_and_backward(*args: Any) -> Any:
         *operands, cotangents = args
         leaves, tree = jax.tree.flatten(operands)
@@ -219,7 +211,6 @@ _SHORT = {
 
 
 def parse_operand(text: str) -> tuple[Any, tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """Returns the dtype, the global shape, and the mesh axes of each dimension."""
     found = _FORM.fullmatch(text.replace(" ", ""))
     if found is None:
         raise UsageError(f"--args {text!r} is not dtype[shape]@axes, as in 'bf16[8192,8192]@tp,-'")

@@ -1,4 +1,4 @@
-"""The parts of a prediction, in words and as JSON."""
+"""A prediction's parts, as words and JSON."""
 
 import json
 import platform
@@ -26,8 +26,6 @@ Tick = Callable[[str], None]  # called with the label of the compiled program
 
 @dataclass(frozen=True)
 class Request:
-    """The programs that one process compiles for one target."""
-
     target: str
     mesh: str
     axis: str | None
@@ -47,8 +45,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that all programs of a target share."""
-
     platform: str
     device_kind: str
     devices: int
@@ -64,8 +60,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One program: its schedule, and a time that no schedule of it beats."""
-
     case: str  # operation and global shape, or the function
     mode: str  # empty for a function
     timeline: Timeline
@@ -85,7 +79,7 @@ class Prediction:
 
     @property
     def order(self) -> str:
-        """Returns how many transfers overlap with other work, and with matmuls."""
+        """Returns how many transfers overlap, and with matmuls."""
         transfers = self.timeline.transfers
         if not transfers:
             return "no transfers"
@@ -102,8 +96,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Failure:
-    """A program without a prediction; with an empty label, a target."""
-
+    # An empty label means that the target failed.
     label: str
     reason: str
     usage: bool = False  # whether an argument is wrong
@@ -165,7 +158,6 @@ def phase(request: Request) -> str:
 
 
 def notes(report: TargetResults) -> list[str]:
-    """Returns what a reader must know to judge a target's results."""
     found: list[str] = []
     facts = report.facts
     if facts:

@@ -1,4 +1,4 @@
-"""`jaxpar predict --validate`: compares predictions with published measurements."""
+"""`jaxpar predict --validate`: compares predictions with public measurements."""
 
 import argparse
 import json
@@ -22,7 +22,6 @@ NOTE = (
 
 
 def run_validation(args: argparse.Namespace) -> int:
-    """Compiles and simulates what was measured; prints a row for each class."""
     given = {name for name, value in vars(args).items() if value != args.default_of(name)}
     if others := sorted(given - {"command", "json", "target", "validate"}):
         raise UsageError(
@@ -52,7 +51,6 @@ def run_validation(args: argparse.Namespace) -> int:
 
 
 def _chips(named: str | None) -> list[str]:
-    """Returns the chips of `--target`, or all that have measurements and a compiler."""
     known = sorted({one.chip for one in measurements()})
     there = [chip for chip in known if _compiler(chip) in compilers()]
     chips = there if named is None else named.split(",")
@@ -74,7 +72,7 @@ def _compiler(chip: str) -> str:
 def validated(
     chips: Collection[str], tick: Callable[[str], None]
 ) -> tuple[list[Held], dict[str, str]]:
-    """Predicts what was measured; returns also why some rows cannot be predicted."""
+    """Predicts measurements; returns also why some fail."""
     rows = {one.name: one for one in measurements()}
     found, failed = list[Held](), dict[str, str]()
 
@@ -95,7 +93,7 @@ def validated(
 
 
 def serve(names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yields the prediction of each measurement, or why there is none."""
+    """Yields each prediction, or why there is none."""
     for one in measurements():
         if one.name in names:
             found = validate(one, default_folder())

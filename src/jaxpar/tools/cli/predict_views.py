@@ -1,4 +1,4 @@
-"""Predictions as a table, as a picture, and as a trace for Perfetto and Chrome."""
+"""Predictions as table, picture, and trace for Perfetto and Chrome."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,6 @@ _PADDING = (0, 1, 0, 0)
 
 
 def print_report(report: TargetResults, request: Request, console: Any) -> None:
-    """Prints a section a case; colour marks the share that is exposed."""
     escape = require_extra("rich.markup").escape
     console.print(f"[bold]{escape(header(report, request))}[/]", highlight=False)
     if found := compiled_by(report):
@@ -95,7 +94,7 @@ def _cells(row: Prediction, facts: Facts | None, about: str) -> list[str]:
 
 
 def write_trace(path: str, reports: Sequence[TargetResults]) -> None:
-    """Writes one process a program, one thread a row."""
+    """Writes a process per program, a thread per row."""
     write_text(path, json.dumps(trace(reports)) + "\n")
 
 
@@ -161,7 +160,7 @@ def _complete(pid: int, tid: int, event: Event) -> dict[str, Any]:
 
 
 def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
-    """Returns events by row: compute first, then transfers, memory copies last."""
+    """Returns events by row, compute first."""
     found: dict[str, list[Event]] = {"compute": []}
     for event in timeline.events:
         found.setdefault(event.row, []).append(event)
@@ -170,7 +169,6 @@ def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
 
 
 def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Event]]:
-    """Splits a row into parts whose events overlap by at most `slack` seconds."""
     parts: list[list[Event]] = []
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         for part in parts:
@@ -183,7 +181,7 @@ def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Ev
 
 
 def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
-    """Returns the share of each interval between two `edges` that events take; at most 1."""
+    """Returns each interval's share that events take."""
     spans = np.array([(event.start, event.end) for event in events]).reshape(-1, 2)
     start, end = spans[:, :1], spans[:, 1:]  # [events, 1]
     until = np.clip(edges, start, end) - start  # [events, edges]: seconds of it so far
@@ -191,7 +189,6 @@ def shares(events: Iterable[Event], edges: np.ndarray) -> np.ndarray:
 
 
 def _lane(row: str) -> tuple[str, bool, str]:
-    """Returns a key that puts the axis' positive direction first."""
     return row.partition(" ")[0], "-" in row.partition(" ")[2][:1], row
 
 
@@ -215,7 +212,7 @@ Group = tuple[TargetResults, Request, list[Prediction]]  # the modes of one case
 
 
 def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
-    """Draws a block for each target and case, with a panel for each mode."""
+    """Draws a block per case, a panel per mode."""
     lines = _layout(reports, requests)
     columns = len(lines[0])
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
@@ -241,7 +238,6 @@ def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequenc
 def _layout(
     reports: Sequence[TargetResults], requests: Sequence[Request]
 ) -> list[list[Group | None]]:
-    """Returns lines of blocks: a column a target, or two columns for one target."""
     columns: list[list[Group | None]] = [
         [
             (report, request, list(group))
@@ -330,7 +326,7 @@ def _is_dense(events: Sequence[Event], axis: float) -> bool:
 def _draw_shares(
     panel: Any, events: Sequence[Event], position: float, looks: Looks, total: float
 ) -> None:
-    """Stacks the shares of time, since single bars would hide each other."""
+    # Single bars would hide each other.
     edges = np.linspace(0, total, _BINS + 1)
     low = np.full(_BINS, position + 0.4)
     for colour, belongs in looks.items():

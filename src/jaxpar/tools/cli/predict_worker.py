@@ -1,4 +1,4 @@
-"""The process of one target: compiles the programs of a request."""
+"""The process that compiles one target's programs."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,7 +26,7 @@ COMPILER_PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-
 
 
 def serve(request: Request) -> Iterator[Record]:
-    """Yields `facts`, then for each program `begin`, and a `prediction` or a `failure`."""
+    """Yields `facts`, then `begin` and a result per program."""
     try:
         target = target_of(request)
         ring = () if request.function else parse_ring(request.axis, target.mesh)
@@ -73,7 +73,6 @@ def _predict(
 
 
 def compiled_program(program: PlannedProgram, request: Request, target: Target) -> CompiledProgram:
-    """Returns the compiled program of a request, perhaps from the cache."""
     return compile_for(
         program.function,
         target,
@@ -84,7 +83,7 @@ def compiled_program(program: PlannedProgram, request: Request, target: Target) 
 
 
 def target_of(request: Request, needs_figures: bool = True) -> Target:
-    """Returns the described target of a request; a measurement needs no figures."""
+    # A measurement needs no figures.
     try:
         found = describe(request.target, request.mesh, figures=request.figures)
     except (ImportError, ValueError) as reason:
@@ -129,7 +128,7 @@ def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedP
 
 
 def _not_closed(target: Target, ring: Ring) -> list[str] | None:
-    """Returns why axes of a ring over several are no closed rings; None for other rings."""
+    """Returns why the ring's axes are not closed."""
     long = [name for name in ring if target.mesh.shape[name] > 1]
     if len(long) < 2 or target.platform != "tpu":
         return None
@@ -141,7 +140,6 @@ def _not_closed(target: Target, ring: Ring) -> list[str] | None:
 
 
 def where(reason: BaseException) -> str:
-    """Returns what went wrong, and in which line of the user's files."""
     frames = extract_tb(reason.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

@@ -1,4 +1,4 @@
-"""Options that several commands share: help, parsing and refusals."""
+"""Options that several commands share."""
 
 import argparse
 import re
@@ -18,7 +18,6 @@ Add = Callable[..., Any]  # `add_argument` of a parser, or of a group of its arg
 
 
 def add_command(commands: Any, name: str, help: str, description: str, epilog: str) -> Any:
-    """Adds a subcommand; its description and epilog are shown as they are."""
     return commands.add_parser(
         name,
         help=help,
@@ -87,7 +86,7 @@ def parse_ops(text: str) -> list[Op]:
 
 
 def parse_names(option: str, text: str, known: Collection[str], more: str = "") -> list[str]:
-    """Returns the names in a list with commas, each once; `more` ends the error's text."""
+    # Each name counts once. `more` ends the error's text.
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
@@ -115,7 +114,6 @@ def _parse_shape(text: str) -> Shape:
 
 
 def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
-    """Returns the axes of the ring, by default the mesh's last one."""
     ring = tuple(axis.split(",")) if axis else (mesh.axis_names[-1],)
     if len(set(ring)) != len(ring) or not set(ring) <= set(mesh.axis_names):
         raise UsageError(
@@ -126,7 +124,6 @@ def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
 
 
 def mesh_error(mesh: str, reason: Exception) -> str:
-    """Returns why `make_mesh` refuses the text of `--mesh`, and what fits."""
     said = str(reason).removeprefix("make_mesh: ")
     if found := _MISMATCH.search(said):
         needed, there = map(int, found.groups())
@@ -144,7 +141,6 @@ _INDIVISIBLE = re.compile(r"which does not divide (\d+) devices")
 
 
 def _fitting(mesh: str, devices: int) -> str:
-    """Returns the mesh with one size changed, so that it takes all devices."""
     parts = [part.partition("=") for part in mesh.split(",")]
     sizes = {name.strip(): int(size) for name, _, size in parts}
     for name in reversed(sizes):
@@ -158,7 +154,6 @@ def _fitting(mesh: str, devices: int) -> str:
 
 
 def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
-    """Returns this process and how many there are."""
     given = {
         "--coordinator": args.coordinator,
         "--process-id": args.process_id,
@@ -180,7 +175,7 @@ def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
-    """Raises `UsageError` if a report could not be written at the end."""
+    """Refuses now what could not be written later."""
     require_extra("rich.console")
     require_folders(args, files)
     if args.plot:
@@ -191,7 +186,7 @@ def require_reportable(args: argparse.Namespace, files: Sequence[str]) -> None:
 
 
 def require_folders(args: argparse.Namespace, files: Sequence[str]) -> None:
-    """Raises `UsageError` if a file cannot be written because of its folder."""
+    """Refuses files that their folder makes unwritable."""
     for option in files:
         path = getattr(args, option.replace("-", "_"))
         if path and not Path(path).absolute().parent.is_dir():

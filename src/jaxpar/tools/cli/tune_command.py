@@ -1,4 +1,4 @@
-"""`jaxpar tune`: tries the algorithms at each call site, and writes down the fastest."""
+"""`jaxpar tune`: finds and saves each call site's fastest algorithm."""
 
 import argparse
 import shlex
@@ -106,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class SearchProgress:
-    """The results of a search so far; its processes may have died."""
-
+    # Its processes may have died.
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tried: list[TriedWay] = field(default_factory=list[TriedWay])
     found: Mapping[str, Any] | None = None
@@ -130,7 +129,7 @@ class SearchProgress:
                 self.failure = said
 
     def bury(self, died: str) -> bool:
-        """Notes that a process died; returns whether the search can go on."""
+        """Returns whether the search can go on."""
         site, _, rest = self.begun.partition(" | ")
         part, _, way = rest.partition(" | ")
         again = self.begun in {tried.key for tried in self.tried}
@@ -170,7 +169,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> SearchProgress:
-    """Searches in another process; if it dies, a new one continues the search."""
+    # If the other process dies, a new one continues the search.
     report = SearchProgress()
     environment = {} if request.target == HERE else COMPILING
     task = {"request": asdict(request), **limits}

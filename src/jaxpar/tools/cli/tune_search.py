@@ -19,8 +19,6 @@ Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
 @dataclass
 class Candidate:
-    """A program, the ways chosen in it, and the decisions that it asks for."""
-
     choices: Choices
     lowered: Any
     asked: Mapping[tuple[str, str], Asked]
@@ -29,13 +27,10 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """Returns a hash; equal programs have equal hashes."""
         return sha256(self.lowered.as_text().encode()).hexdigest()
 
 
 class Clock(Protocol):
-    """Times programs."""
-
     name: str
 
     def lower(self, choices: Choices) -> Candidate: ...
@@ -43,7 +38,7 @@ class Clock(Protocol):
     def time(self, candidate: Candidate) -> float: ...
 
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
-        """Times a program, and returns whether it should replace the best."""
+        """Returns whether a program should replace the best."""
         ...
 
     def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
@@ -55,10 +50,7 @@ class Clock(Protocol):
 class TriedWay:
     """The result of one way for one decision.
 
-    Attributes:
-      seconds: the time of the full program; None: not compiled.
-      note: why it was not compiled.
-      digest: the program's hash, if it was timed.
+    Uncompiled ways have no `seconds`, and a `note` why. Timed ways have their program's `digest`.
     """
 
     site: str
@@ -79,8 +71,8 @@ def search(
 ) -> Iterator[Record]:
     """Tries every way of every decision, the largest first, and keeps the best.
 
-    `known` is what a search that died has tried; `most` limits the compiled programs. Yields
-    `begin` before each way, `tried` after it, and `found` at the end.
+    `known` are an earlier search's ways; `most` limits the compiled programs. Yields `begin` before
+    each way, `tried` after it, and `found` at the end.
     """
     yield {"begin": AUTO}
     first = clock.lower({})
@@ -117,9 +109,7 @@ def search(
 class _WaySearch:
     """The state of a search.
 
-    Attributes:
-      same: the way that first gave a program, by digest.
-      left: how many ways were not tried, because `most` programs were compiled.
+    `same` has the first way of each program, by digest; `left` counts ways beyond `most`.
     """
 
     clock: Clock
@@ -131,7 +121,7 @@ class _WaySearch:
     left: int = 0
 
     def decisions(self) -> Iterator[Asked]:
-        """Yields the decisions; a better program may ask for more."""
+        # A better program may ask for more.
         done: set[tuple[str, str]] = set()
         while todo := [asked for key, asked in self.best.asked.items() if key not in done]:
             decision = max(todo, key=lambda asked: asked.size)  # the first call's, if equal
@@ -139,7 +129,7 @@ class _WaySearch:
             yield decision
 
     def attempt(self, way: TriedWay) -> TriedWay | None:
-        """Tries a way, and keeps it if it is better; None if `most` is reached."""
+        """Keeps a better way; None if `most` is reached."""
         tried, candidate = self.known.get(way.key), None
         try:
             if tried is None or tried.wins:
@@ -173,7 +163,6 @@ def _with(choices: Choices, tried: TriedWay) -> Choices:
 
 
 def _sites(best: Candidate) -> dict[str, dict[str, str]]:
-    """Returns the choice for each decision of a program."""
     sites: dict[str, dict[str, str]] = {}
     for site, part in best.asked:
         sites.setdefault(site, {})[part] = best.choices.get(site, {}).get(part, AUTO)

@@ -1,4 +1,4 @@
-"""The process that tunes: compiles programs, and predicts or times each."""
+"""The tuning process: compiles programs, predicts or times them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,15 +30,12 @@ LEAST_TIMED = 0.02
 
 @dataclass
 class Traces:
-    """A program for a mesh, which is lowered with different ways."""
-
     jitted: Any
     args: Sequence[Any]
     mesh: Mesh
     options: Mapping[str, Any]
 
     def decisions(self) -> Mapping[tuple[str, str], Asked]:
-        """Traces the program; returns the decisions that it asks for."""
         trial = Trial({})
         with jax.set_mesh(self.mesh), compiled_with(self.options), trying(trial):
             self.jitted.trace(*self.args)
@@ -52,8 +49,7 @@ class Traces:
 
 
 class _Lowered:
-    """A lowered program that `compile_for` takes as a jitted function."""
-
+    # `compile_for` takes it as a jitted function.
     def __init__(self, traced: Any) -> None:
         self.jaxpr, self._lowered = traced.jaxpr, traced.lower()
 
@@ -69,8 +65,6 @@ class _Lowered:
 
 @dataclass
 class Predicted(Traces):
-    """Predicts the times of programs, for a described chip."""
-
     target: Target
     fits: float = 0.0  # the most bytes of a program: the chip's, or auto's if it needs more
     name = "predicted"
@@ -95,8 +89,6 @@ class Predicted(Traces):
 
 @dataclass
 class Timed(Traces):
-    """Times programs on the devices at hand."""
-
     repeats: int
     name = "measured"
 
@@ -112,13 +104,13 @@ class Timed(Traces):
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
         """Returns whether it is faster in most rounds, and again in a second run.
 
-        Its seconds are those of the best, which was timed earlier, times the ratio.
+        Its seconds are the best's, timed earlier, times the ratio.
         """
         won, _ = self._beats(candidate, best)
         return won and self._beats(candidate, best)[0]
 
     def compare(self, first: Candidate, best: Candidate) -> tuple[float, float]:
-        """Times both; their seconds are equal if they differ only by noise."""
+        # Their seconds are equal if they differ only by noise.
         won, (before, after) = self._beats(best, first)
         return before, after if won else before
 
@@ -143,7 +135,7 @@ class Timed(Traces):
         return lowered.compile(compiler_options=dict(self.options) or None)
 
     def _arrays(self) -> list[Any]:
-        """Returns concrete arguments: random floats, and zeros, which are valid indices."""
+        # Zeros are valid indices.
         leaves, tree = jax.tree.flatten(tuple(self.args))
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in leaves]
         abstract = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
@@ -174,7 +166,7 @@ def _array(like: Any, sharding: Any, mesh: Mesh, seed: int) -> jax.Array:
 
 
 def serve(task: Mapping[str, Any]) -> Iterator[Record]:
-    """Yields `facts`, what `search` yields, and a `failure` if nothing can be tuned."""
+    """Yields `facts`, the search's records, perhaps a `failure`."""
     try:
         request = request_from(task["request"])
         target = _here(request) if request.target == HERE else target_of(request)

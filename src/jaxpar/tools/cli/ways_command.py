@@ -1,4 +1,4 @@
-"""`jaxpar ways`: shows what `mode="auto"` chooses at each call site, and why."""
+"""`jaxpar ways`: shows the choices of `mode="auto"`, and why."""
 
 import argparse
 from dataclasses import asdict

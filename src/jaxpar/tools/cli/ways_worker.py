@@ -1,4 +1,4 @@
-"""The process of `jaxpar ways`: traces a program for a target."""
+"""The process of `jaxpar ways`, which traces a program."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,6 @@ from jaxpar.tools.cli.workers import answer
 
 
 def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the table as text and JSON, or a `failure`."""
     try:
         request = request_from(task)
         target = target_of(request)

@@ -1,4 +1,4 @@
-"""Processes: those that compile alone, and those that run together."""
+"""Processes that compile alone, or run together."""
 
 import importlib.util
 import json
@@ -36,10 +36,10 @@ def converse(
     take: Callable[[Any], None],
     environment: Mapping[str, str] = COMPILING,
 ) -> str | None:
-    """Serves a task in another process; takes its records as soon as they arrive.
+    """Serves a task in another process, `python -m module`, which calls `answer`.
 
-    TPU and GPU compilers cannot share a process, and a crash ends only its own process. `module` is
-    run as `python -m` and calls `answer`. Returns None, or how the process died before its end.
+    TPU and GPU compilers cannot share a process, and a crash ends only its own. Returns how the
+    process died, or None.
     """
     ended = False
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -81,7 +81,6 @@ def kill_all() -> None:
 
 
 def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
-    """Reads the task of `converse`, and writes each record that `serve` yields."""
     with answering() as (task, say):
         for record in serve(task):
             say(record)
@@ -89,10 +88,7 @@ def answer(serve: Callable[[Any], Iterable[Any]]) -> None:
 
 @contextmanager
 def answering() -> Generator[tuple[Any, Callable[[Any], None]]]:
-    """Yields the task, and a function that writes a record.
-
-    What compilers or the user's function print goes to standard error.
-    """
+    # What compilers or the user's function print goes to standard error.
     with own_output() as lines:
 
         def say(record: Any) -> None:
@@ -104,9 +100,9 @@ def answering() -> Generator[tuple[Any, Callable[[Any], None]]]:
 
 @contextmanager
 def own_output() -> Generator[TextIO, None, None]:
-    """Yields standard output; everything else written there goes to standard error.
+    """Yields standard output; all other writes go to standard error.
 
-    Gloo, the transport between CPU processes, writes to file descriptor 1, perhaps within a line.
+    Gloo, the CPU transport, writes to file descriptor 1, perhaps within a line.
     """
     sys.stdout.flush()
     shown = os.dup(1)
@@ -124,7 +120,6 @@ def one_line(reason: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line with text, of at most 400 characters."""
     said = (line.strip() for line in text.splitlines())
     return next(filter(None, said), "no reason given")[:400]
 
@@ -141,10 +136,10 @@ def start_jax(
     num_processes: int = 1,
     timeout_s: float = 300,
 ) -> Generator[str, None, None]:
-    """Sets the number of CPU devices, joins the processes and starts JAX's backends.
+    """Sets the number of CPU devices, joins processes, starts JAX, yields its output.
 
-    It keeps a number that the user chose. Yields the backends' output, which is not shown. With
-    several processes, standard output has only what Python prints.
+    It keeps a number that the user chose. With several processes, standard output has only what
+    Python prints.
     """
     flag = "xla_force_host_platform_device_count"
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
@@ -167,10 +162,7 @@ def start_jax(
 
 
 def _start_backends() -> str:
-    """Starts JAX's backends; returns their output, which is not shown.
-
-    Plugins of missing accelerators print tracebacks.
-    """
+    # Plugins of missing accelerators print tracebacks, which are returned, not shown.
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile("w+", errors="replace") as log:

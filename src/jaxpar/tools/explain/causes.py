@@ -1,6 +1,6 @@
-"""Rules that give each wait for a transfer one cause out of a closed list.
+"""Rules that give each wait one cause out of a closed list.
 
-Rules on needless transfers come before rules on hiding transfers.
+Rules on needless transfers come before rules on hiding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ _HALF = 0.5
 
 
 class Rules(SentInVain):
-    """The rules, in a fixed order."""
-
     def of(self, exposed: ExposedCollective | Overhead) -> Iterator[Verdict]:
-        """Yields the verdicts of the rules that apply; the last rule always applies."""
         if isinstance(exposed, Overhead):
             is_cut = exposed.kind == "windowed einsums"
             yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
@@ -151,7 +148,7 @@ class Rules(SentInVain):
         )
 
     def _ends_of_a_pipeline(self, e: ExposedCollective) -> Verdict | None:
-        """Applies if most runs are hidden, and each exposed one begins or ends a series."""
+        """Applies if only ends of a series wait."""
         runs = self.exposures.runs(e)
         hidden = [waited < 0.1 * event.seconds for event, waited in runs]
         if len(runs) < 3 or sum(hidden) < _HALF * len(runs):

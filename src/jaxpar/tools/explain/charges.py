@@ -1,4 +1,4 @@
-"""Charges waits to the transfers that hold the links, not to those that queue."""
+"""Charges waits to the transfers that hold the links, not to queued ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORTEST = 1e-9  # seconds; anything shorter is rounding
 
 @dataclass(frozen=True)
 class Charged(Event):
-    """A wait charged to a transfer that holds the links of another one."""
+    """A wait charged to a transfer that holds its links."""
 
     standing: str = ""  # the other transfer, which queues
 
@@ -34,7 +34,7 @@ class Charges:
         self._slowest: dict[str, float] = {}  # seconds a sent byte, on the slowest link
 
     def of(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yields events; each wait for a transfer is replaced by waits for what held it up."""
+        # Each wait for a transfer is replaced by waits for what held it up.
         events = list(events)
         if not isfinite(self.links.chip.link):  # the links are unknown
             yield from events
@@ -59,7 +59,7 @@ class Charges:
             yield from self._split(event, runs[max(0, latest - 1)], under_way)
 
     def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
-        """Yields the parts of a wait: those of transfers that hold the links, then its own."""
+        """Yields the parts of a wait, its own last."""
         ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
         until = wait.end - self._own(wait, own) if ahead else wait.start
         at, last = wait.start, len(ahead) - 1
@@ -72,7 +72,7 @@ class Charges:
             yield wait if at == wait.start else replace(wait, start=at)
 
     def _own(self, wait: Event, own: Event) -> float:
-        """Returns the seconds of a wait that the transfer itself costs."""
+        """Returns the seconds that the transfer itself costs."""
         self._look_at(own.name)
         sent = own.end - own.latency
         begun = sent - own.bytes * self._slowest[own.name]
@@ -80,7 +80,7 @@ class Charges:
         return min(wait.seconds, max(0.0, sends, wait.seconds - own.queued))
 
     def _released(self, event: Event) -> float:
-        """Returns when a transfer's links are free; a GPU's, when it has arrived."""
+        # A GPU's links are free when the transfer has arrived.
         return event.end - event.latency if self.links.chip.torus else event.end
 
     def _meet(self, one: Event, other: Event) -> bool:

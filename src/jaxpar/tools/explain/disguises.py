@@ -1,4 +1,4 @@
-"""Finds gathers and reduce-scatters in disguise: all-reduces that only move shards."""
+"""Finds disguised gathers and reduce-scatters: all-reduces that only move shards."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ _ZERO = {"0", "-0", "false"}
 
 
 class Disguise(NamedTuple):
-    """The collective that an all-reduce stands for, and one device's shard."""
-
     really: Literal["gather", "reduce-scatter"]
     part: Instruction  # written into the zeros, or sliced from the sum
 
 
 class Disguises:
-    """Finds the all-reduces of one program that are gathers or reduce-scatters.
+    """Finds all-reduces that are gathers or reduce-scatters.
 
-    A gather: each device writes its shard into zeros, at a place of its own. A reduce-scatter: each
-    device keeps only its own shard of the sum. A place must follow from the device alone, not from
-    data.
+    A gather: each device writes its shard into zeros. A reduce-scatter: each device keeps only its
+    shard. A shard's place must follow from the device alone, not from data.
     """
 
     def __init__(self, values: Values) -> None:
         self.values, self.devices = values, np.arange(values.hlo.partitions)
 
     def of(self, collective: Instruction) -> Disguise | None:
-        """Returns the disguise of an all-reduce's largest operand, or None."""
+        # The largest operand counts.
         if collective.opcode.removesuffix("-start") != "all-reduce" or not collective.called:
             return None
         if collective.called[0].root.opcode not in _UNITS:
@@ -56,7 +53,7 @@ class Disguises:
         return None
 
     def _written(self, value: Value) -> Instruction | None:
-        """Returns the update if the value is an update of zeros, else None."""
+        """Returns the update if it updates zeros."""
         while value.kind in (*_SAME, "parameter", "pad"):
             if value.kind == "pad" and not self._is_zero(value.instruction.operands[1]):
                 return None
@@ -81,7 +78,7 @@ class Disguises:
         return all(number.strip().removesuffix(".0") in _ZERO for number in numbers)
 
     def _kept(self, value: Value) -> list[Instruction]:
-        """Returns the slices of a value; empty if anything else uses it."""
+        """Returns slices; empty if anything else uses it."""
         found: list[Instruction] = []
         level, seen, results = [value], {value}, set(self.values.results())
         while level:
@@ -99,7 +96,6 @@ class Disguises:
         return found
 
     def _sources(self, value: Value) -> list[Value]:
-        """Returns the other values that a value comes from."""
         return list(dict.fromkeys(x for x in self.values.sources(value) if x != value))
 
     # -- places of shards ---------------------------------------------------------------------
@@ -107,7 +103,7 @@ class Disguises:
     def _is_apart(
         self, starts: Sequence[Instruction], part: Instruction, groups: Sequence[Sequence[int]]
     ) -> bool:
-        """Returns whether the shards of each group do not overlap."""
+        """Returns whether shards of a group do not overlap."""
         sizes = np.array(part.arrays[0].shape, dtype=int)
         if not prod(sizes.tolist()) or len(starts) != len(sizes):
             return False
@@ -123,7 +119,7 @@ class Disguises:
         return len(groups[0]) > 1
 
     def _on_devices(self, value: Value, within: tuple[Value, ...]) -> np.ndarray:
-        """Returns a number for each device; raises `LookupError` if it depends on data."""
+        """Returns each device's number, or raises `LookupError`."""
         i, kind = value.instruction, value.kind
         if value in within:
             raise LookupError("a loop changes it")

@@ -45,16 +45,12 @@ MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
 
 @dataclass(frozen=True)
 class Edit:
-    """The change in words, and a function that compiles the program with it."""
-
     text: str
     compiled: Callable[[], CompiledProgram | None]  # None: there is nothing to change
     disagrees: str = ""  # evidence of a mistake that needs no trial
 
 
 class Edits:
-    """The edits of one program, by kind."""
-
     def __init__(self, program: CompiledProgram) -> None:
         self.program, self.target = program, program.target
         self.options = program.compiler_options
@@ -64,7 +60,7 @@ class Edits:
         return ProgramArguments(self.program, self.target.mesh)
 
     def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
-        """Yields an edit that adds the chip's missing compiler options, or `only` one."""
+        """Yields an edit with the chip's missing options."""
         lacking = {
             name: value
             for name, value in options_of(self.target).items()
@@ -80,7 +76,7 @@ class Edits:
             )
 
     def cut_matmuls(self) -> Iterator[Edit]:
-        """Yields an edit that allows windowed einsums, if the program forbids them."""
+        """Yields an edit that allows windowed einsums."""
         name = WHOLE_MATMULS.name
         if name in self.options:
             others = {option: x for option, x in self.options.items() if option != name}
@@ -91,7 +87,6 @@ class Edits:
             )
 
     def modes(self) -> Iterator[Edit]:
-        """Yields an edit for each mode of jaxpar's collectives."""
         if self._has_modes:
             for mode in MODES:
                 yield Edit(
@@ -100,7 +95,7 @@ class Edits:
                 )
 
     def forms(self, line: Line | None) -> Iterator[Edit]:
-        """Yields edits that use jaxpar's forms for collectives and their matmuls."""
+        """Yields edits with jaxpar's overlapped forms."""
         where = f" at {line}" if line else ""
         for form in overlapped(line):
             yield Edit(
@@ -108,7 +103,7 @@ class Edits:
             )
 
     def order(self, axes: Sequence[str]) -> Iterator[Edit]:
-        """Yields an edit with a mesh of nearer neighbours along these axes, if there is one."""
+        """Yields a mesh with nearer neighbours, if any."""
         mesh = self.target.mesh
         best, hops = None, _hops(mesh, axes)
         for order, other in _orders(mesh):
@@ -124,7 +119,7 @@ class Edits:
             )
 
     def constraints(self) -> Iterator[Edit]:
-        """Yields edits that drop the sharding constraints of one line."""
+        """Yields edits that drop one line's sharding constraints."""
         places: dict[Line | None, None] = {}
 
         def note(jaxpr: core.Jaxpr) -> dict[int, Handler]:
@@ -150,7 +145,6 @@ class Edits:
             )
 
     def mended(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Yields edits of arguments that disagree with others, an optimizer's state first."""
         if self._namesakes and not self._namesakes.specs.keys().isdisjoint(arguments):
             yield self._resharded(self._namesakes)
         for found in self._at_odds:
@@ -158,7 +152,7 @@ class Edits:
                 yield self._resharded(found)
 
     def shardings(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Yields edits that shard other dimensions of these arguments."""
+        """Yields edits that shard other dimensions."""
         for found in self._reshardings.near(arguments, axes):
             if not any(found.lies.items() <= known.lies.items() for known in self._at_odds):
                 yield self._resharded(found)
@@ -193,14 +187,14 @@ class Edits:
         )
 
     def once(self) -> Iterator[Edit]:
-        """Yields an edit that moves loop-invariant collectives before their scans."""
+        """Yields an edit that hoists loop-invariant collectives."""
         yield Edit(
             "gather before the scan, and let its body close over the full array",
             lambda: self._rewritten(Change(hoisted)),
         )
 
     def kept(self) -> Iterator[Edit]:
-        """Yields an edit that saves the results of recomputed collectives."""
+        """Yields an edit that saves recomputed collectives' results."""
         yield Edit(
             "save the collective's result for the backward pass: jax.checkpoint(f, policy="
             "jax.checkpoint_policies.save_only_these_names('received')) with "
@@ -209,7 +203,7 @@ class Edits:
         )
 
     def narrow(self, line: Line | None) -> Iterator[Edit]:
-        """Yields an edit that sends sums of float32 in bfloat16."""
+        """Yields an edit that sums float32 in bfloat16."""
         yield Edit(
             f"sum{f' at {line}' if line else ''} in bfloat16: cast before the collective and "
             "back after it (less exact), or use jaxpar's with wire_dtype='bfloat16'",
@@ -247,7 +241,6 @@ class Edits:
         return self._named(self._compiled(fn, [*moved.leaves.values()], self.options, mesh))
 
     def _named(self, compiled: CompiledProgram) -> CompiledProgram:
-        """Returns a rewritten program with the original names of its arguments."""
         names = [name.replace("'", "\\'") for name in self.arguments.leaves]
 
         def name_of(leaf: re.Match[str]) -> str:
@@ -293,7 +286,6 @@ class Edits:
 
     @cached_property
     def _has_modes(self) -> bool:
-        """Returns whether the program has collectives of jaxpar."""
         # Tracing again needs a function that may be traced twice, so the lines are read first.
         if not _has_lines_of_jaxpar(self.program.jaxpr.jaxpr):
             return False
@@ -329,12 +321,11 @@ def _same(eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hops(mesh: Mesh, axes: Sequence[str]) -> int:
-    """Returns the most links between neighbours along any of the axes."""
     return max((int(ring_hops(mesh, axis).max()) for axis in axes), default=0)
 
 
 def _orders(mesh: Mesh) -> Iterator[tuple[tuple[str, ...], Mesh]]:
-    """Yields orders of the axes, each with the mesh whose devices suit it best."""
+    """Yields axis orders, each with its best mesh."""
     names, devices = mesh.axis_names, list(mesh.devices.flat)
     devices.sort(key=lambda device: device.id)
     # Trainers have a dozen axes; most have one device and so no neighbours.

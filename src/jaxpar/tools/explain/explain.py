@@ -1,7 +1,6 @@
-"""Explains a program: which transfers it waits for, why, and what to change.
+"""Explains which transfers a program waits for, why, and what to change.
 
-A wait is *exposed* time: the device computes nothing until a transfer is done. The *floor* is a
-time that no schedule of the program beats.
+In *exposed* time nothing computes until a transfer is done. No schedule beats the *floor*.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ class Finding:
     """Time that one line costs, its cause and an edit.
 
     Attributes:
-      of: the exposed collectives, the copies of a loop, or windowed einsums.
+      of: the exposed collectives, a loop's copies, or windowed einsums.
       cause: one of a closed list; `meaning` explains it.
       why: the evidence.
       edit: what to change.
-      tried: the edits that were compiled, the fastest first.
-      gain: seconds that the edit saves, predicted; 0 if none, or if it was not tried.
+      tried: the compiled edits, the fastest first.
+      gain: predicted seconds that the edit saves; 0 if none, or untried.
       is_tried: whether `edit` was tried.
-      left: how many edits were not tried because `tries` was too small.
+      left: edits not tried because `tries` was too small.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -85,11 +84,10 @@ class Explanation:
       findings: exposed time with causes and edits, the longest first.
       overheads: other time that computes nothing new, the largest first.
       at_peak: the arrays in memory at the peak, the largest first.
-      utilisation: its FLOPs in matmuls, over those that the chip can do in its time.
+      utilisation: its matmuls' FLOPs, over what the chip can do in its time.
       refused: edits that could not be compiled, and why.
-      predicted: the simulated schedule if `timeline` was measured; None without figures of the
-        chip.
-      instructions: each instruction's predicted and measured time, the longest first; may be empty.
+      predicted: the simulated schedule if `timeline` was measured; None without the chip's figures.
+      instructions: each one's predicted and measured time, the longest first; may be empty.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -116,11 +114,11 @@ class Explanation:
         return record_of(self)
 
     def json(self) -> str:
-        """Returns everything as JSON, which `jaxpar explain --against` reads."""
+        """Returns JSON, which `jaxpar explain --against` reads."""
         return json.dumps(self.record(), indent=1)
 
     def text(self, rows: int = 10) -> str:
-        """Returns the report as text, with at most `rows` findings."""
+        """Returns the report, with at most `rows` findings."""
         return text_of(self.record(), rows)
 
     def __str__(self) -> str:
@@ -142,21 +140,20 @@ def explain(
     """Explains why a step takes as long as it does, line by line, and tries edits.
 
     The schedule is simulated as by `timeline`. Rules give each wait for a transfer a source line,
-    one cause and an edit. For edits that jaxpar can make itself, the full program is compiled and
-    simulated again: compiler options, mesh orders, modes, overlapped forms, shardings of arguments,
-    no constraints or barriers, repeated collectives run once, sums in bfloat16, unrolled scans.
+    one cause and an edit. With each edit that jaxpar can make itself, the full program is compiled
+    and simulated: compiler options, mesh orders, modes, overlapped forms, argument shardings, no
+    constraints or barriers, repeated collectives run once, sums in bfloat16, unrolled scans.
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
-      tries: the number of edits to try, or a time as in `"10min"`, after which none is begun.
-        Edits that may save the most come first. With 0, causes that need a trial are left out,
-        except for arguments whose dimensions disagree.
+      tries: the number of edits, or a time as in `"10min"`, after which none is begun. Edits that
+        may save the most come first. With 0, causes that need a trial are left out, except for
+        arguments whose dimensions disagree.
       findings: the largest number of findings.
       measured: from `read_trace` of this program. Times are then measured; gains stay predicted.
       assumed: as for `timeline`.
-      own: import names of installed packages whose lines count as yours, such as `("maxtext",)`.
-        The line of a finding is your innermost one; by default, the innermost outside of installed
-        packages.
+      own: import names of installed packages whose lines count as yours, such as `("maxtext",)`. A
+        finding has your innermost line; by default, lines of installed packages are not yours.
       progress: called with each edit before it is compiled.
 
     Returns:
@@ -167,10 +164,10 @@ def explain(
         neither a number nor minutes; a `measured` that is predicted or of another function; a
         package in `own` that is neither installed nor in the program.
       TypeError: `program` is no `CompiledProgram`, or `own` is a string.
-      RuntimeError: the prediction is below the program's floor, a fault of jaxpar. The message
-        names a file with the program's text, for a report.
+      RuntimeError: a prediction below the program's floor, a fault of jaxpar. The message names a
+        file with the program's text, for a report.
 
-    Cost: each edit takes a compilation, unless the `cache` of `compile_for` has it.
+    Cost: a compilation for each edit, unless the `cache` of `compile_for` has it.
 
     Example:
       >>> from jaxpar.schedule import compile_for, explain, target
@@ -248,7 +245,7 @@ def _explained(
 
 
 def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> list[Finding]:
-    """Drops windowed einsums that help, or the waits of harmful ones."""
+    """Drops windowed einsums that help, or harmful ones' waits."""
     harmful = [f for f in found if f.cause == "windowed einsums" and (f.gain or not f.tried)]
     if not harmful:
         return [f for f in found if f.cause != "windowed einsums"]
@@ -260,7 +257,6 @@ def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> lis
 
 
 def _require_same(program: CompiledProgram, measured: Timeline) -> None:
-    """Raises if `measured` is a run of another function."""
     schedules = program.module.schedules
     own = _functions(one.op for schedule in schedules for one in schedule.operations)
     ran = _functions(event.op for event in measured.events)
@@ -272,7 +268,7 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
 
 
 def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
-    """Raises unless each package is installed or has lines in the program."""
+    """Raises unless packages are installed or used."""
     if isinstance(own, str):
         raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
     sources = Sources(program.text) if own else None
@@ -292,8 +288,6 @@ def _functions(ops: Iterable[str]) -> set[str]:
 
 
 class Before:
-    """The predicted step without edits."""
-
     def __init__(self, exposures: Exposures) -> None:
         self.total, self._exposures = exposures.played.total, exposures
 
@@ -303,7 +297,7 @@ class Before:
 
 
 class _Ruled(NamedTuple):
-    """The verdicts up to the first sure one, and their edits."""
+    """Verdicts up to the first sure one, with edits."""
 
     of: ExposedCollective | Overhead
     verdicts: list[Verdict]
@@ -325,10 +319,7 @@ def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _R
 
 
 def _finding(ruled: _Ruled, trials: Trials, before: Before) -> Finding:
-    """Returns a finding with the first verdict that holds.
-
-    A verdict that is not sure needs an edit that helps, or an untried one that repairs a mistake.
-    """
+    # A verdict that is not sure needs an edit that helps, or an untried one that repairs a mistake.
     of, left, slower = ruled.of, 0, list[TriedEdit]()
     for verdict, edits in zip(ruled.verdicts, ruled.edits, strict=True):
         tried = trials.of(edits)

@@ -1,4 +1,4 @@
-"""An explanation as a JSON record, as text, and compared with another one."""
+"""An explanation as JSON, as text, and compared with another."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ def _of_line(line: Line | None) -> dict[str, Any] | None:
 
 
 def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
-    """Returns the report, with at most `rows` findings, folded to `width` characters."""
     lines = [*heading(record), ""]
     shown = record["findings"][:rows]
     for number, finding in enumerate(shown, 1):
@@ -118,7 +117,6 @@ def text_of(record: Record, rows: int = 10, width: int = 100) -> str:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """Returns a folded line; further lines are indented to its text."""
     start = re.match(r" *(\w+: +|\d+\. )?", line)
     indent = " " * (start.end() if start else 0)
     return wrap(line, max(width, 40), subsequent_indent=indent, break_long_words=False) or [""]
@@ -230,7 +228,7 @@ def place(of: Record) -> str:
 
 
 def elsewhere(of: Record) -> str:
-    """Returns the other places of collectives that are alike."""
+    """Returns the other places of alike collectives."""
     first, *others = of.get("places", ()) or ("",)
     if not others:
         return ""
@@ -241,7 +239,6 @@ def elsewhere(of: Record) -> str:
 
 
 def gain(record: Record, finding: Record) -> str:
-    """Returns the predicted gain of the edit, or why it was not tried."""
     before = record
     if is_measured(record):
         before = record["predicted"]
@@ -275,7 +272,7 @@ def _more_tries(finding: Record) -> str:
 
 
 def verdict(record: Record) -> list[str]:
-    """Returns how many edits help, or what else takes the time."""
+    """Returns how many edits help, or what else costs."""
     if not record["findings"]:
         return [f"{_nothing(record)}. No line waits for transfers longer than 0.5% of the step"]
     gains = [finding for finding in record["findings"] if finding["gain"]]
@@ -359,7 +356,7 @@ COMPARED = ("findings", "target", "mesh", "seconds", "exposed", "peak_bytes")  #
 
 
 def compared(before: Record, after: Record) -> str:
-    """Returns what got better and worse; places are files and functions."""
+    """Returns improvements and regressions by file and function."""
     change = after["seconds"] / before["seconds"] - 1
     lines = [
         f"the step takes {us(after['seconds'])}, before {us(before['seconds'])} ({change:+.1%}); "
@@ -382,7 +379,7 @@ def compared(before: Record, after: Record) -> str:
 
 
 def _by_place(record: Record) -> dict[str, float]:
-    """Returns seconds by kind and place, without line numbers, which an edit moves."""
+    # Places have no line numbers, because an edit moves them.
     found: dict[str, float] = defaultdict(float)
     for finding in record["findings"]:
         of = finding["of"]

@@ -1,7 +1,6 @@
-"""The exposed time of each collective: its source lines, and the work before and after it.
+"""Each collective's exposed time, source lines, and the work before and after it.
 
-A collective is *exposed* while the device waits for it. It is *inserted* if the partitioner, not
-the program, put it in.
+A collective is *exposed* while the device waits for it, and *inserted* if the partitioner added it.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class ExposedCollective:
 
     Attributes:
       name: the instruction with the longest wait.
-      names: all instructions of this line and these axes, and of places that are alike.
+      names: all instructions of this line, these axes, and alike places.
       collective: the kind in HLO, such as `"all-gather"`.
-      over: the mesh axes; for a permute with its step, as in `"tp +1"`.
+      over: the mesh axes, with a permute's step, as in `"tp +1"`.
       seconds: the wait for it, and for others while it holds their links.
       held: the part of `seconds` in which others queue behind it.
       runs: how often it runs.
@@ -55,14 +54,14 @@ class ExposedCollective:
       queued: seconds before its links are free.
       latency: the part of `transfer` before the first byte arrives.
       links: the links that it uses, out of `links_there`.
-      line: the user's innermost line; if no line is the user's, the innermost one; None if unknown.
+      line: the user's innermost line, else the innermost one; None if unknown.
       lines: all lines that it comes from, the innermost first.
-      chain: up to five of these lines, from the innermost to the callers of the user's line.
-      places: the places of collectives that are alike, the longest wait first. They differ only in
-        numbers, as layers do.
+      chain: up to five of them, to the callers of the user's line.
+      places: the places of collectives that differ only in numbers, as layers do, the longest wait
+        first.
       scopes: the named scopes around it, such as modules.
       phase: `"forward"`, `"backward"` or `"recomputation"`.
-      inserted: whether the partitioner put it in.
+      inserted: whether the partitioner added it.
       moved: the array that moves; for inserted ones, with the change of its sharding.
       before: the device's last work before the wait.
       after: its next work after the wait.
@@ -144,7 +143,7 @@ class Exposures(Origins):
         return [e for e in self.all() if e.seconds]
 
     def all(self) -> list[ExposedCollective]:
-        """Returns all collectives, hidden ones too, the longest wait first."""
+        """Returns hidden collectives too, the longest wait first."""
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, source in self._sources.items():
             groups[source].append(name)
@@ -152,7 +151,6 @@ class Exposures(Origins):
         return sorted(found, key=lambda e: e.seconds, reverse=True)
 
     def runs(self, exposed: ExposedCollective) -> list[tuple[Event, float]]:
-        """Returns all runs of a group of collectives, each with its wait."""
         waits: dict[str, list[Event]] = defaultdict(list)
         for event in self.order:
             if event.kind == "wait":
@@ -167,10 +165,10 @@ class Exposures(Origins):
 
     @cached_property
     def _sources(self) -> dict[str, Any]:
-        """Returns a key for each collective; those of one finding share a key.
+        """Returns a key for each collective.
 
-        They come from one place of the traced program, or send the same shapes from places that
-        differ only in numbers.
+        Equal keys come from one place of the traced program, or send the same shapes from places
+        that differ only in numbers.
         """
         places: dict[Any, list[str]] = defaultdict(list)
         for name, events in self.transfers.items():
@@ -201,8 +199,7 @@ class Exposures(Origins):
     def origin_of(self, name: str) -> tuple[str, tuple[Line, ...]]:
         """Returns the operation and the lines of a collective.
 
-        The compiler may name joined sums after any of them; for inserted sums, the largest array
-        counts.
+        Joined sums may be named after any of them. The largest array of inserted sums counts.
         """
         collective = self.values.collective(name)
         if collective is None or len(collective.operands) == 1 or not self.is_inserted(name):
@@ -273,7 +270,7 @@ class Exposures(Origins):
         return tuple(found)
 
     def disguise(self, name: str) -> Disguise | None:
-        """Returns the gather or reduce-scatter that an all-reduce really is, or None."""
+        """Returns what an all-reduce really is, or None."""
         if name not in self._disguises:
             collective = self.values.collective(name)
             found = None if collective is None else self._look.of(collective)
@@ -281,7 +278,7 @@ class Exposures(Origins):
         return self._disguises[name]
 
     def is_beside_a_matmul(self, name: str) -> bool:
-        """Returns whether a matmul uses a gather's result, or makes a sum's operand."""
+        # A matmul uses a gather's result, or makes a sum's operand.
         collective = self.values.collective(name)
         if collective is None:
             return False
@@ -340,7 +337,6 @@ class Exposures(Origins):
         return "the start of the step" if step < 0 else THE_END
 
     def _computed_beside(self, events: Iterable[Event]) -> float:
-        """Returns the seconds of compute during asynchronous transfers."""
         total, place = 0.0, 0
         for transfer in sorted(events, key=lambda e: e.start):
             if transfer.synchronous:
@@ -356,7 +352,7 @@ class Exposures(Origins):
         return total
 
     def _independent(self, operation: Operation) -> float:
-        """Returns the seconds of independent work, in its own computation and in callers."""
+        """Returns seconds of independent work, also in callers."""
         total, level, seen = 0.0, [operation], set[Operation]()
         while level:
             one = level.pop()
@@ -371,7 +367,6 @@ class Exposures(Origins):
 
     @staticmethod
     def _tied(schedule: Schedule, one: Operation) -> set[Operation]:
-        """Returns an operation, its inputs and its users."""
         needed, after = set[Operation](), {one}
         level = [one]
         while level:
@@ -386,7 +381,7 @@ class Exposures(Origins):
 
     @cached_property
     def work(self) -> dict[Operation, float]:
-        """Returns the seconds of each operation in a step, with all that it runs."""
+        """Returns each operation's seconds, with all it runs."""
         found: dict[Operation, float] = {}
         for schedule in self.program.module.schedules:  # callees come before their callers
             for operation in schedule.operations:
@@ -398,5 +393,5 @@ class Exposures(Origins):
 
 
 def _unnumbered(scope: str) -> str:
-    """Returns a scope without its number: `layers_3` and `layers.0` are alike."""
+    # `layers_3` and `layers.0` are alike.
     return re.sub(r"[_.\-]?\d+", "", scope)

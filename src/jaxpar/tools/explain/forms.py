@@ -18,7 +18,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Form:
-    """A mode for a collective that runs together with its matmul."""
+    """A mode for a collective and its matmul."""
 
     mode: Mode
     line: Line | None  # only collectives of this line; None: all
@@ -31,7 +31,7 @@ class Form:
         )
 
     def equations(self, jaxpr: core.Jaxpr) -> dict[int, Handler]:
-        """Returns handlers for gathers that only matmuls use, and for scatters of a product."""
+        """Returns handlers for gathers and scatters around matmuls."""
         users = _users(jaxpr)
         found: dict[int, Handler] = {}
         for place, eqn in enumerate(jaxpr.eqns):
@@ -97,7 +97,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Sharded:
-    """A sharded operand; the matmuls that use it gather it."""
+    """A sharded operand that matmuls gather."""
 
     x: Any
     eqn: core.JaxprEqn
@@ -105,7 +105,7 @@ class _Sharded:
 
 @dataclass(frozen=True)
 class _Factors:
-    """The operands of a matmul that its reduce-scatter computes."""
+    """The operands of a matmul that reduce-scatters."""
 
     xs: list[Any]
     eqn: core.JaxprEqn
@@ -124,7 +124,7 @@ def _users(jaxpr: core.Jaxpr) -> dict[core.Var, list[tuple[int, core.JaxprEqn]]]
 
 
 def _only_source(jaxpr: core.Jaxpr, users: Any, eqn: core.JaxprEqn) -> int | None:
-    """Returns the place of the matmul whose product only this equation uses."""
+    """Returns the matmul that only this equation uses."""
     (x,) = eqn.invars
     if isinstance(x, core.Literal) or len(users[x]) > 1 or any(x is y for y in jaxpr.outvars):
         return None
@@ -157,7 +157,6 @@ def _is_dot(eqn: core.JaxprEqn) -> bool:
 
 
 def _letters(dot: core.JaxprEqn) -> tuple[str, str, str]:
-    """Returns a dot_general's einsum subscripts."""
     (left_sums, right_sums), (left_batch, right_batch) = dot.params["dimension_numbers"]
     left = list(_LETTERS[: len(type_of(dot.invars[0]).shape)])
     fresh, rank = iter(_LETTERS[len(left) :]), len(type_of(dot.invars[1]).shape)

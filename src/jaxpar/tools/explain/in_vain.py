@@ -51,7 +51,7 @@ class SentInVain:
         )
 
     def _one_after_the_other(self, e: ExposedCollective) -> str:
-        """Returns how to gather over one axis after another: over all, it becomes a sum."""
+        # Over all axes at once the gather becomes a sum.
         axes = list(e.axes)
         if len(axes) == 1:
             size = self.exposures.target.mesh.shape[axes[0]]
@@ -98,7 +98,6 @@ class SentInVain:
         return None
 
     def _is_invariant(self, collective: Instruction) -> bool:
-        """Returns whether the operand is the same in each iteration of a loop."""
         value = self.values.value(collective.operands[0])
         seen = set[Value]()
         while value not in seen:
@@ -127,7 +126,7 @@ class SentInVain:
         return value == wanted
 
     def _alike(self, e: ExposedCollective, collective: Instruction) -> str | None:
-        """Returns an earlier collective that sends the same array to the same devices."""
+        """Returns an earlier collective that sends the same."""
         own = self._origin_of(collective)
         for name, events in self.exposures.transfers.items():
             other = self.values.collective(name)
@@ -146,7 +145,6 @@ class SentInVain:
         return None
 
     def _origin_of(self, collective: Instruction) -> Value:
-        """Returns the value that an operand is a copy of."""
         value = self.values.value(collective.operands[0])
         while value.kind in ("copy", "bitcast", "parameter"):
             sources = list(self.values.sources(value))
@@ -183,7 +181,6 @@ class SentInVain:
         )
 
     def _is_at_odds(self, e: ExposedCollective) -> bool:
-        """Returns whether arguments disagree with their users."""
         arguments = self.exposures.arguments(e.name)
         return e.inserted and any(True for _ in self.edits.mended(arguments, e.axes))
 
@@ -203,7 +200,6 @@ class SentInVain:
         )
 
     def _narrower(self, collective: Instruction, width: float) -> str | None:
-        """Returns evidence that fewer bytes are enough, or None."""
         count = len(collective.operands)
         values = [self.values.value(collective)]
         if count > 1:
@@ -220,7 +216,7 @@ class SentInVain:
         return None
 
     def _on(self, value: Value) -> Iterator[Value]:
-        """Yields the users of a value, past copies and dones."""
+        """Yields users, past copies and dones."""
         for user in self.values.users[value]:
             if user.kind in ("copy", "bitcast", "all-reduce", "reduce-scatter", "dynamic-slice"):
                 yield from self._on(user)
@@ -229,5 +225,5 @@ class SentInVain:
 
 
 def _width(i: Instruction) -> float:
-    """Returns the bytes of a number; 0 if unknown, and for flags, whose sums are counts."""
+    # It is 0 if unknown, and for flags, whose sums are counts.
     return i.arrays[0].width if i.arrays and i.arrays[0].dtype != "pred" else 0.0

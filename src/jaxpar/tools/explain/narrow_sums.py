@@ -14,7 +14,7 @@ from jaxpar.tools.program.sources import Line, line_of
 
 
 def narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Returns handlers for sums of float32 at a line; None: all."""
+    # Without a line, all sums count.
     found: dict[int, Handler] = {}
     for place, eqn in enumerate(jaxpr.eqns):
         if line is not None and line_of(eqn) != line:

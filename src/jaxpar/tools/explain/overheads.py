@@ -1,6 +1,6 @@
-"""The costs of a step besides transfers: copies, passes over memory, recomputation, slow matmuls.
+"""Costs besides transfers: copies, passes over memory, recomputation, slow matmuls.
 
-A *windowed einsum* is a matmul that the partitioner has cut into pieces with permutes between them.
+A *windowed einsum* is a matmul that the partitioner cut into pieces with permutes between them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Overhead:
 
 
 def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...]:
-    """Returns the overheads of a program, the largest first."""
     groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
     pieces: list[tuple[str, float]] = []
     for event in exposures.events:
@@ -101,7 +100,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
 
 
 def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
-    """Returns the overhead of all windowed einsums, at the longest line."""
+    """Returns one overhead, at the longest line."""
     by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
     for name, seconds in pieces:
         by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds

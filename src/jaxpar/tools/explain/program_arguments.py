@@ -1,4 +1,4 @@
-"""The arguments of a program: names, shardings, and labels for readers."""
+"""A program's arguments: names, shardings, and labels."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from jaxpar.tools.timeline.timeline import CompiledProgram
 class ProgramArguments:
     """The arrays among a program's arguments; other leaves are static.
 
-    Attributes:
-      given: all arguments, with shardings on a mesh.
-      leaves: the arrays in order, by JAX's names of parameters.
+    `leaves` are in order, by JAX's names of parameters.
     """
 
     def __init__(self, program: CompiledProgram, mesh: Mesh) -> None:
@@ -33,15 +31,12 @@ class ProgramArguments:
         self.leaves = {name: self._flat[place] for name, place in self._places.items()}
 
     def calling(self, jitted: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of the leaves that calls `jitted` with all arguments."""
-
         def call(*leaves: Any) -> Any:
             return jitted(*self._filled(dict(zip(self._places, leaves, strict=True))))
 
         return call
 
     def sharded(self, specs: Mapping[str, PartitionSpec]) -> tuple[Any, ...]:
-        """Returns the arguments with other specs."""
         changed = {
             name: shape_of(self.leaves[name], NamedSharding(self._mesh, spec))
             for name, spec in specs.items()
@@ -55,7 +50,6 @@ class ProgramArguments:
         return self._tree.unflatten(flat)
 
     def listed(self, names: Collection[str]) -> str:
-        """Returns a few names as text; names that differ only in numbers are joined."""
         alike: dict[str, list[str]] = defaultdict(list)
         for name in names:
             alike[without_numbers(self.label(name))].append(name)
@@ -73,7 +67,7 @@ class ProgramArguments:
         return f"{pattern if others else self.label(first)} ({text})"
 
     def label(self, name: str) -> str:
-        """Returns the name; for an array in a list, the scopes of its use."""
+        """Returns the name, or a listed array's scopes."""
         return (_POSITION.fullmatch(name) and self._scopes.get(name)) or name
 
     @cached_property
@@ -85,7 +79,7 @@ _POSITION = re.compile(r"\w+(\[\d+\])+")  # an entry of a list of arrays
 
 
 def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
-    """Returns JAX's names of the arguments, also in the compiled program."""
+    """Returns JAX's names, also in the compiled program."""
     known = jaxpr.debug_info.arg_names or ()
     count = len(jaxpr.invars)
     given = [*known, *[""] * (count - len(known))]
@@ -93,7 +87,6 @@ def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
 
 
 def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
-    """Yields each argument's place among the leaves; others are static."""
     left = iter([(n, _kind(jax.typeof(leaf))) for n, leaf in enumerate(flat) if is_array(leaf)])
     for number, var in enumerate(jaxpr.invars):
         own = _kind(var.aval)
@@ -112,7 +105,6 @@ def _kind(aval: Any) -> tuple[Any, ...]:
 
 
 def scopes_of_use(jaxpr: core.Jaxpr) -> list[str]:
-    """Returns the scopes around the first use of each argument."""
     found: dict[int, str] = {}
     _note_scopes(jaxpr, {var: number for number, var in enumerate(jaxpr.invars)}, "", found)
     return [found.get(number, "") for number in range(len(jaxpr.invars))]
@@ -144,8 +136,6 @@ _SAME = ("convert_element_type", "copy", "reshape", "sharding_constraint", "tran
 
 
 def laid(args: Any, mesh: Mesh) -> Any:
-    """Returns arguments with their shardings on this mesh."""
-
     def on_mesh(x: Any) -> Any:
         sharding: Any = getattr(x, "sharding", None)
         if getattr(sharding, "spec", None) is None:
@@ -158,9 +148,9 @@ def laid(args: Any, mesh: Mesh) -> Any:
 
 
 def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """Returns specs for arguments that differ from earlier ones of the same name and shape.
+    """Returns specs for arguments that differ from namesakes of the same shape.
 
-    An optimizer's `state[0].mu['up']` has the name of `params['up']` or `state.params['up']`.
+    An optimizer's `state[0].mu['up']` is a namesake of `params['up']`, also in a state.
     """
     first: dict[tuple[str, Any], PartitionSpec] = {}
     found: dict[str, PartitionSpec] = {}

@@ -16,7 +16,6 @@ from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, type_of, varying_
 
 
 def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Returns handlers that move loop-invariant collectives before the loop."""
     return {
         place: _hoist
         for place, eqn in enumerate(jaxpr.eqns)
@@ -25,7 +24,7 @@ def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 
 
 def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
-    """Returns the operand's constant for each loop-invariant collective."""
+    """Returns each loop-invariant collective's constant."""
     body, (count, _) = scan.params["jaxpr"].jaxpr, _counts(scan)
     constants = {var: number for number, var in enumerate(body.invars[:count])}
     return {
@@ -36,7 +35,6 @@ def _of_constants(scan: core.JaxprEqn) -> dict[int, int]:
 
 
 def _counts(scan: core.JaxprEqn) -> tuple[int, int]:
-    """Returns how many operands are constants, and how many are carried."""
     body = scan.params["jaxpr"].jaxpr
 
     def sliced(whole: Sequence[Any], parts: Sequence[Any]) -> int:
@@ -81,7 +79,7 @@ def _hoist(scan: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
 
 
 def kept(jaxpr: core.Jaxpr) -> dict[int, Handler]:
-    """Returns handlers that give recomputations the results of the forward pass."""
+    """Returns handlers that reuse the forward pass's results."""
     numbers = _Numbers(jaxpr)
     results: dict[int, Sequence[Any]] = {}  # of forward collectives, by their number
     handlers: dict[int, Handler] = {}
@@ -111,7 +109,7 @@ def _noted(
 
 
 def _as_kept(x: Any) -> Any:
-    """Returns a residual as jax.checkpoint saves it: with a pass over memory."""
+    # jax.checkpoint saves a residual with a pass over memory.
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     figures = jnp.finfo(x.dtype)
@@ -133,7 +131,7 @@ def _with_results(
 
 
 def _behind_barriers(tree: Any) -> Any:
-    """Returns the tree behind barriers, one for leaves of the same varying axes."""
+    # Leaves of the same varying axes share a barrier.
     leaves, structure = jax.tree.flatten(tree)
     alike: dict[frozenset[str], list[int]] = {}
     for place, leaf in enumerate(leaves):
@@ -155,7 +153,7 @@ def is_collective(eqn: core.JaxprEqn) -> bool:
 
 
 class _Numbers:
-    """Numbers the variables of a jaxpr; equal values get equal numbers."""
+    """Numbers variables; equal values get equal numbers."""
 
     def __init__(
         self, jaxpr: core.Jaxpr, outer: _Numbers | None = None, given: Sequence[Any] = ()

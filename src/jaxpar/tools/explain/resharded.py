@@ -1,7 +1,6 @@
 """Other shardings of a program's arguments.
 
-The traced program says which dimensions are multiplied with each other. Arrays with one spec change
-together.
+Arrays with one spec change together.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Resharded:
 
     @property
     def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Returns the axes of each argument's dimensions, up to the last sharded one."""
+        """Returns axes up to the last sharded dimension."""
         given = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
         return {
             name: axes[: max((d for d, own in enumerate(axes, 1) if own), default=0)]
@@ -42,8 +41,6 @@ class Resharded:
 
 
 class Reshardings:
-    """Finds arguments that might better be sharded by other dimensions."""
-
     def __init__(self, arguments: ProgramArguments, jaxpr: Any, mesh: Mesh) -> None:
         self.arguments, self.mesh = arguments, mesh
         # Data such as token ids, masks and keys choose rows and are not multiplied.
@@ -59,7 +56,7 @@ class Reshardings:
 
     @cached_property
     def at_odds(self) -> list[Resharded]:
-        """Returns new shardings for arguments that disagree with their users."""
+        """Returns new shardings for disagreeing arguments."""
         by_spec, by_shape = self._groups("spec"), self._groups("shape")
         found, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
         alike: dict[Any, list[RuleCandidate]] = defaultdict(list)
@@ -74,7 +71,7 @@ class Reshardings:
         ]
 
     def near(self, names: Sequence[str], axes: Sequence[str]) -> Iterator[Resharded]:
-        """Yields new shardings for these arguments over some axes, the fewest conflicts first."""
+        """Yields new shardings, the fewest conflicts first."""
         groups: dict[tuple[str, ...], None] = {}
         for name in names:
             own = self._layout.get(name)
@@ -98,7 +95,6 @@ class Reshardings:
         return Resharded(specs, text, axes, candidate.disagrees)
 
     def _with_state(self, own: Sequence[ArrayLayout]) -> list[ArrayLayout]:
-        """Returns the arrays and the state that follows them."""
         known = {self._members.seen.classes[array.path] for array in own}
         paths = {array.path for array in own}
         return [
@@ -113,7 +109,7 @@ class Reshardings:
         ]
 
     def _groups(self, of: str) -> list[tuple[str, ...]]:
-        """Returns groups of rules with one spec, or with one shape and spec."""
+        """Returns rules of one spec, or shape and spec."""
         found: dict[Any, dict[str, None]] = defaultdict(dict)
         for array in self._layout.values():
             assert array.rule is not None
@@ -122,7 +118,7 @@ class Reshardings:
         return [tuple(rules) for rules in found.values() if len(rules) > 1]
 
     def _as_layout(self) -> Layout:
-        """Returns the weights as a layout; arrays alike in all layers share a rule."""
+        # Arrays alike in all layers share a rule.
         arrays: list[ArrayLayout] = []
         for name, x in self.arguments.leaves.items():
             spec = spec_of(x)

@@ -1,6 +1,6 @@
 """Changes equations of a traced program.
 
-The program is evaluated again; unchanged equations keep their lines and scopes.
+Unchanged equations keep their lines and scopes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,16 @@ def _no_change(jaxpr: core.Jaxpr) -> dict[int, Handler]:
 class Change:
     """A change of a program.
 
-    Attributes:
-      equations: returns the handlers of a jaxpr's changed equations, by their places.
-      meshes: a mesh and its replacement, or None.
+    `equations` returns handlers by equations' places. `meshes` are a mesh and its replacement.
     """
 
     equations: Callable[[core.Jaxpr], dict[int, Handler]] = _no_change
     meshes: tuple[Mesh, Mesh] | None = None
 
     def touches(self, jaxpr: core.Jaxpr) -> bool:
-        """Returns whether anything changes in a jaxpr or inside it."""
         return bool(self.equations(jaxpr)) or any(map(self.touches_inside, jaxpr.eqns))
 
     def touches_inside(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether something inside an equation changes."""
         inside = any(map(self.touches, subjaxprs(eqn.params)))
         return inside or self.of(eqn.params) != eqn.params
 
@@ -85,7 +81,6 @@ def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
 def evaluated(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], change: Change
 ) -> list[Any]:
-    """Returns the results of the changed jaxpr."""
     names, values = (*jaxpr.constvars, *jaxpr.invars), (*consts, *args)
     known: dict[core.Var, Any] = dict(zip(names, values, strict=True))
 
@@ -106,7 +101,6 @@ _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
 def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """Returns the results of an equation, with some other parameters."""
     # Unused results are no variables, so all variables are made anew.
     invars: list[Any] = [core.Var(x.aval) for x in eqn.invars]
     outvars: list[Any] = [core.Var(x.aval) for x in eqn.outvars]
@@ -145,7 +139,7 @@ def _retraced(closed: core.ClosedJaxpr, change: Change) -> core.ClosedJaxpr:
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns a shape that is traced like this type, sharded and varying."""
+    """Returns an equally sharded and varying shape."""
     more: dict[str, Any] = {"manual_axis_type": aval.manual_axis_type}
     if not aval.sharding.mesh.empty:
         more["sharding"] = aval.sharding

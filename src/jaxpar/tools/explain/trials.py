@@ -1,4 +1,4 @@
-"""Tries edits: compiles the full program with each edit, and simulates it."""
+"""Tries edits: compiles and simulates the full program with each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TriedEdit:
 
     Attributes:
       edit: the change in words.
-      seconds: the time of the step with the edit.
+      seconds: the time of the step.
       peak: the bytes of memory that it needs.
       program: the program with the edit.
       exposed: the collectives that it exposes.
@@ -48,7 +48,7 @@ class TriedEdit:
     exposed: tuple[ExposedCollective, ...]
 
     def removes(self, exposed: ExposedCollective) -> bool:
-        """Returns whether the edit removes more than half of the wait for `exposed`."""
+        """Returns whether it removes over half of `exposed`'s wait."""
 
         def source(one: ExposedCollective) -> tuple[Any, ...]:
             # Another one of the places that are alike may now have the longest wait.
@@ -70,10 +70,8 @@ class Trials:
     def run(self, proposed: Iterable[tuple[float, Sequence[Sequence[Edit]]]], most: Budget) -> None:
         """Tries edits within a budget, those that may save most first.
 
-        Args:
-          proposed: the seconds of each finding, and the edits of each of its rules in order. The
-            first edit of a rule counts most. One that repairs a known mistake counts in full.
-          most: the budget.
+        `proposed` has each finding's seconds, and the edits of its rules. A rule's first edit
+        counts most. One that repairs a known mistake counts in full.
         """
         edits: dict[str, Edit] = {}
         for seconds, rules in proposed:
@@ -91,7 +89,6 @@ class Trials:
             self._try(edits[text])
 
     def of(self, edits: Iterable[Edit]) -> tuple[TriedEdit, ...]:
-        """Returns the edits that were tried, the fastest first."""
         found = (self.done.get(edit.text) for edit in edits)
         return tuple(sorted(filter(None, found), key=lambda tried: tried.seconds))
 
@@ -115,14 +112,11 @@ class Trials:
 
 
 class Budget(NamedTuple):
-    """The most edits, and the seconds after which none is begun."""
-
     edits: float
     seconds: float
 
     @classmethod
     def of(cls, tries: Any) -> Budget:
-        """Reads a number of edits, or minutes as in `"10min"`; raises ValueError for others."""
         minutes = re.fullmatch(r"(\d+(?:\.\d+)?) ?min", tries) if isinstance(tries, str) else None
         if minutes:
             return cls(inf, 60 * float(minutes[1]))

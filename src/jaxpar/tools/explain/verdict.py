@@ -1,4 +1,4 @@
-"""The closed list of causes, and the verdicts of rules."""
+"""The closed list of causes, and rules' verdicts."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ class Verdict:
     """The verdict of a rule on an exposed collective.
 
     Attributes:
-      why: the evidence.
       edit: what to change, if none of `edits` makes the step faster.
-      edits: the edits that can be tried automatically.
       is_sure: whether it holds without a trial. If not, one of `edits` must help.
     """
 

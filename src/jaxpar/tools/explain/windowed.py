@@ -1,6 +1,6 @@
-"""Windowed einsums: matmuls that the partitioner has cut into pieces with permutes between them.
+"""Windowed einsums: matmuls that the partitioner cut into pieces with permutes between them.
 
-The compiled program has a loop for them; with few devices, it has more matmuls than the traced one.
+The program has a loop for them or, with few devices, more matmuls than were traced.
 """
 
 from __future__ import annotations
@@ -22,19 +22,12 @@ Origin = tuple[str, tuple[Line, ...]]  # an operation of the traced program, and
 
 @dataclass(frozen=True)
 class WindowedEinsums:
-    """All windowed einsums of a program.
-
-    Attributes:
-      origins: the cut matmuls.
-      permutes: the permutes between their pieces.
-    """
-
     origins: frozenset[Origin]
     permutes: frozenset[str]
 
 
 def windowed_einsums(exposures: Exposures) -> WindowedEinsums:
-    """Finds windowed einsums; a permute alone may only reshard an operand."""
+    # A permute alone may only reshard an operand.
     found: dict[str, Origin] = {}
     for name in exposures.transfers:
         i = exposures.values.collective(name)
@@ -74,7 +67,7 @@ def _lines_with_more_matmuls(exposures: Exposures) -> set[Line | None]:
 
 
 def _count(jaxpr: core.Jaxpr, times: int, found: Counter[Line | None]) -> None:
-    """Counts a traced program's matmuls by line; those of unrolled loops repeatedly."""
+    # Matmuls of unrolled loops count repeatedly.
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MATMULS:
             found[line_of(eqn)] += times

@@ -1,6 +1,6 @@
-"""Classes of array dimensions, and what a function does with them.
+"""Classes of array dimensions, and a function's effect on them.
 
-A token is one dimension of one array. Dimensions that must be sharded alike form a class.
+A token is one dimension of one array. Dimensions of a class must be sharded alike.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ LOOKED_UP = "rows that are looked up"
 
 
 class Made(Tokens):
-    """The tokens of an array made only of weights and constants, not of data."""
+    """The tokens of weights and constants only, no data."""
 
     weights: frozenset[str] = frozenset()  # their paths
 
     @classmethod
     def of(cls, tokens: Tokens, weights: frozenset[str]) -> Made:
-        """Returns these tokens with the weights of the array."""
         made = cls(tokens)
         made.weights = weights
         return made
 
 
 def weights_of(tokens: Tokens) -> frozenset[str]:
-    """Returns the weights of an array that is made of weights alone, else none."""
+    # It is empty unless the array is made of weights alone.
     return tokens.weights if isinstance(tokens, Made) else frozenset()
 
 
 class OneHot(Tokens):
-    """The tokens of a one-hot array: data choose an entry of its last dimension."""
+    """Data choose the entry of its last dimension."""
 
 
 @dataclass
 class Sum:
-    """A result that devices must sum if these dimensions are sharded."""
+    """A result to sum over devices, if sharded."""
 
     over: Tokens
     bytes: float
@@ -46,8 +45,6 @@ class Sum:
 
 @dataclass
 class Contraction:
-    """A dot_general or a convolution."""
-
     flops: float
     tokens: Tokens  # of all dimensions that divide its work
     result: Tokens
@@ -69,8 +66,6 @@ class Cut:
 
 @dataclass
 class Classes:
-    """The classes of a function's dimensions, and the operations on them."""
-
     parent: list[int] = field(default_factory=list)
     sizes: list[set[int]] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
@@ -103,7 +98,6 @@ class Classes:
         return a
 
     def join_all(self, some: Sequence[Tokens], others: Sequence[Tokens]) -> None:
-        """Joins the classes of the same dimensions of paired arrays."""
         for first, second in zip(some, others, strict=True):
             for a, b in zip(first, second, strict=True):
                 self.join(a, b)

@@ -1,4 +1,4 @@
-"""Compares an inferred map with plain ones: bytes of a device, and a predicted step."""
+"""Compares an inferred map with plain ones, by bytes and predicted step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compared:
 def others(
     params: Any, mesh: AnyMesh, without: LayoutMap | None
 ) -> Iterator[tuple[str, LayoutMap]]:
-    """Yields plain maps of the same parameters, after `without`, the inferred map before FSDP."""
+    # `without` is the inferred map before FSDP.
     names = tuple(map(str, mesh.axis_names))
     if without is not None:
         yield "without fully sharding", without
@@ -53,7 +53,6 @@ def compare(
     maps: Mapping[str, LayoutMap],
     target: str | Target | None,
 ) -> Iterator[Compared]:
-    """Yields the cost of each map. With a target, it compiles the loss and its gradient."""
     seen = set[tuple[Layout, Any]]()
     for name, rules in maps.items():
         layout = rules.layout(params, mesh, strict=False)
@@ -77,7 +76,6 @@ def compare(
 
 
 def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
-    """Returns a loss with its gradient, or the function itself if it is no loss."""
     filled = filling(params)
 
     def called(arrays: Any, batch: Any) -> Any:
@@ -93,8 +91,7 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
 
 
 def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad` of a loss. Leaves other than floats have no gradient."""
-
+    # Leaves other than floats have no gradient.
     def called(arrays: Any, batch: Any) -> Any:
         flat, tree = jax.tree.flatten(arrays)
         real = [

@@ -1,8 +1,7 @@
-"""Follows the dimensions of parameters through a function.
+"""Follows parameters' dimensions through a function.
 
-Dimensions that must be sharded alike form one class. Elementwise operations join the dimensions
-that they match, and a matmul those that it contracts. A reshape joins a dimension to its major
-part.
+Elementwise operations join the dimensions that they match, a matmul those that it contracts. A
+reshape joins a dimension to its major part.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ _ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev"
 
 
 class DimFollower(Steps):
-    """Follows dimensions through equations, loops and calls."""
-
     def follow(
         self, jaxpr: Jaxpr, consts: Sequence[Tokens], args: Sequence[Tokens]
     ) -> list[Tokens]:
@@ -137,12 +134,11 @@ class DimFollower(Steps):
 
 
 def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
-    """Returns tokens of a loop's slices, made of the same weights as the stack."""
+    """Gives a loop's slices their stack's weights."""
     return Made.of(tokens, whole.weights) if isinstance(whole, Made) else tokens
 
 
 def _body(e: Any) -> ClosedJaxpr | Jaxpr | None:
-    """Returns the jaxpr of a call such as jit, checkpoint or a custom derivative, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = e.params.get(name)
         if isinstance(found, (ClosedJaxpr, Jaxpr)):

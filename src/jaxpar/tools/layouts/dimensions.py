@@ -17,17 +17,13 @@ Classes = tuple[int, ...]  # one for each dimension of an array
 
 
 class Dimensions:
-    """The dimensions of parameters and data, as classes that must be sharded alike.
+    """Dimensions of parameters and data, as classes to shard alike.
 
-    Attributes:
-      flow: the traced matmuls and sums.
-      arrays: path -> shape and dtype of each parameter.
-      classes: path -> the classes of its dimensions.
-      data: the classes of the dimensions of each array of the data.
+    `arrays` and `classes` are by path. `data` has the classes of each array of the data.
     """
 
     def __init__(self, closed: ClosedJaxpr, paths: Sequence[str | None]) -> None:
-        """Follows a traced function. The path of an argument is None for data."""
+        # The path of an argument is None for data.
         self.flow = flow = DimFollower()
         shapes = [var.aval for var in closed.jaxpr.invars]
         tokens: list[Tokens] = [
@@ -43,7 +39,6 @@ class Dimensions:
 
     @classmethod
     def of(cls, function: Callable[..., Any], params: Any, data: Any) -> Dimensions:
-        """Traces `function(params, data)`. Leaves that are not arrays stay unchanged."""
         filled, filled_data = filling(params), filling(data)
         given, shapes = _shapes_in(params), _shapes_in(data)
         jaxpr = jax.make_jaxpr(

@@ -1,7 +1,6 @@
-"""Predicts the cost of a layout by weight on a described chip, and finds cheaper rules.
+"""Predicts a layout's cost by weight on a described chip, and finds cheaper rules.
 
-The step is compiled, and its schedule is simulated on a model of the chip. `owners` assigns each
-collective to a weight. `rule_candidates` gives changes of rules, which are then compiled.
+`owners` assigns collectives to weights. `rule_candidates` gives rules to try.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ from jaxpar.tools.timeline.target import figures_of
 
 @dataclass(frozen=True)
 class _Question:
-    """A step, its arguments, and the devices."""
-
     step: Callable[..., Any]
     args: tuple[Any, ...]
     target: Target
@@ -53,7 +50,7 @@ class _Question:
     from_layout: bool
 
     def play(self, layout: Layout) -> tuple[CompiledProgram, Timeline, tuple[Cost, ...]]:
-        """Compiles a layout's step, simulates it, and assigns its collectives to weights."""
+        """Compiles, simulates, and assigns collectives to weights."""
         step = self.made(layout)
         given = self.given(layout)
         results: list[str | None] = []
@@ -94,7 +91,7 @@ class _Question:
         return program, played, _costs(Owners(program.text, names, results), events)
 
     def of_state(self, array: Shaped) -> ArrayLayout | None:
-        """Returns the sharding of an array like a state that has its own rule."""
+        """Returns the sharding of a state with its own rule."""
         for arg in self.args:
             if isinstance(arg, Layout) and parameter_of(arg, array.path) in arg.ruled:
                 return array_like(arg.on(self.target.mesh), array)
@@ -107,7 +104,6 @@ class _Question:
     def candidates(
         self, layout: Layout, costs: Callable[[], Sequence[Cost]]
     ) -> Iterator[RuleCandidate]:
-        """Yields changes worth compiling. Costs are computed only when needed."""
         step = self.made(layout)
         given = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
@@ -127,7 +123,7 @@ class _Question:
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
-        """Yields the seconds of plain maps that fit into memory and compile."""
+        """Yields plain maps' seconds, if they fit and compile."""
         params = _filled(layout, layout.shapes)
         for name, rules in others(params, layout.mesh, None):
             try:
@@ -151,7 +147,6 @@ def explain(
     tries: int,
     from_layout: bool,
 ) -> LayoutCosts:
-    """Implements `Layout.explain`."""
     of_user(step, "step")
     if isinstance(target, str):
         count = describe(target, "all=-1").mesh.size
@@ -183,7 +178,7 @@ class _Played(NamedTuple):
 
 
 def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...]:
-    """Tries changes of rules in order, and keeps the faster ones."""
+    # Faster changes stay, so that later ones build on them.
     kept, exchanges = [first], list[TriedRule]()
     found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
     for candidate in islice(found, tries):
@@ -211,12 +206,11 @@ def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...
 
 
 def _filled(layout: Layout, arrays: Any) -> Any:
-    """Returns arrays by path, with the layout's other leaves."""
+    """Returns arrays with the layout's other leaves."""
     return layout.filled(dict(filter(None, arrays_of(arrays)[0])))
 
 
 def _laid(arg: Any, layout: Layout, number: int) -> Any:
-    """Returns the shapes of one argument, with shardings on a layout's mesh."""
     if isinstance(arg, Layout):
         alike = {
             path: array_like(layout, Shaped(path, array.shape, array.dtype))
@@ -268,6 +262,6 @@ def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
 
 
 def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
-    """Returns the bytes of weights themselves that a device sends."""
+    """Returns bytes of weights that a device sends."""
     moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
     return sum(moved, 0.0)

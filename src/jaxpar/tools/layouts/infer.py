@@ -1,4 +1,4 @@
-"""Infers a map from a function: follows its parameters through the computation."""
+"""Infers a map by following parameters through a function."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ def infer_layout(
     target: Any = None,
     show: Callable[[str], object] | None = None,
 ) -> LayoutMap:
-    """Returns the map that a function's own matmuls suggest.
+    r"""Returns the map that a function's own matmuls suggest.
 
-    It follows the dimensions of parameters through the jaxpr of `function(params, batch)`.
-    Dimensions that must be sharded alike form a class. Each kind of axis has its own choice:
+    Dimensions that must be sharded alike, by the jaxpr of `function(params, batch)`, form a class.
 
-    - tensor axes shard the classes with the fewest bytes of sums for their FLOPs, at most one of
+    - Tensor axes shard the classes with the fewest bytes of sums for their FLOPs, at most one of
       each array. Hidden features and heads come before the width that layers share, as in Megatron.
       A cut (split, slice, concatenation, sort) costs the bytes that its parts move. If its parts
-      are used unsharded, the dimension is not sharded;
-    - fully sharded axes take the largest other dimension of each matrix, and rows of lookup tables.
+      are used unsharded, the dimension is not sharded.
+    - Fully sharded axes take the largest other dimension of each matrix, and rows of lookup tables.
 
     Args:
       function: a loss or a forward pass on global arrays, without `jax.shard_map`.
@@ -70,16 +69,16 @@ def infer_layout(
       roles: the role of mesh axes: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Other
         axes have roles by name (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
       target: described devices, as for `Layout.explain`. The loss and its gradient are compiled
-        with this map and with plain ones. The fastest that fits the memory is returned. This map
-        is preferred unless another is faster by 1%. None: this map is returned.
+        with this map and with plain ones. The fastest that fits the memory is returned, this map
+        unless another is faster by 1%. None: this map is returned.
       show: called with each line of the reasons, such as `print`. A line that begins with `unsure`
         names an operation that was not followed, does not divide or moves data, and its weights.
 
     Returns:
-      A `LayoutMap`, which you can edit. Layers share rules such as `layer_\\d+/up`. If weights and
-      data share an axis, the compiler may shard activations like either. Then the map's `results`
-      has a rule `"residual"`. Use `x = layout.constrain(x, "residual")` in loop bodies and before
-      layers where activations move.
+      A `LayoutMap`, which you can edit. Layers share rules such as `layer_\d+/up`. If weights and
+      data share an axis, the compiler may shard activations like either. Then `results` has a rule
+      `"residual"`. Use `x = layout.constrain(x, "residual")` in loop bodies and before layers where
+      activations move.
 
     Raises:
       ValueError: an axis of several devices without a role; a role of an unknown axis.
@@ -148,7 +147,7 @@ def infer_layout(
 def _constrained(
     rules: LayoutMap, seen: TracedDims, names: set[Any], tell: Callable[[str], object]
 ) -> LayoutMap:
-    """Returns the map with a rule for activations, if weights and batch share one of these axes."""
+    # Weights and batch that share an axis need a rule for activations.
     over = names & set(rules.batch.mesh_axes if rules.batch else ())
     if rules.batch is None or not over & set(chain(*(rules.rule(key).mesh_axes for key in rules))):
         return rules
@@ -161,7 +160,6 @@ def _constrained(
 
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
-    """Returns the first map, or a faster one that fits."""
     first, best = compared[0], compared[0]
     for found in compared[1:]:
         if (
@@ -176,7 +174,6 @@ def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], objec
 
 
 def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) -> list[str]:
-    """Returns each rule with its reason, and the unsure operations."""
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))

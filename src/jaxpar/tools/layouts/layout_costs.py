@@ -1,4 +1,4 @@
-"""The results of `Layout.explain`: costs of collectives by weight, and tried rules."""
+"""Results of `Layout.explain`: costs by weight, and tried rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cost:
     """The cost of one kind of collective for one weight in a step, on one device.
 
     Attributes:
-      path: of the weight. None: the collective is for no weight.
+      path: of the weight; None: the collective is for no weight.
       what: the moved array: the weight itself, its gradient (or new value), its product with data
         (a sum), or its input (its other factor).
       collective: its kind and mesh axes, as in the timeline.
@@ -61,11 +61,10 @@ class TriedRule:
       rule: its key.
       before: the spec of its arrays.
       after: the tried spec.
-      cause: the reason. `"features of what is looked up"`: the features of a lookup table are
-        sharded over the batch's axis, so activations move. The axis goes to the rows, or is dropped
-        if it does not divide them. `"at odds"`: the rule disagrees with arrays that it is
-        multiplied with, so two dimensions are exchanged. None: the rule is expensive, so two
-        dimensions are exchanged.
+      cause: `"features of what is looked up"`: a lookup table's features are sharded over the
+        batch's axis, so activations move. The axis goes to the rows, or is dropped if it does not
+        divide them. Otherwise two dimensions are exchanged. `"at odds"`: the rule disagrees with
+        arrays that it is multiplied with. None: it is expensive.
       disagrees: the dimension that the rule disagrees with, as text, or empty.
       seconds: the step's time without the change, with all faster ones before it.
       seconds_after: its time with the change.
@@ -89,11 +88,10 @@ class TriedRule:
 
     @property
     def is_faster(self) -> bool:
-        """Returns whether the change makes the step faster by more than 1%."""
+        """Returns whether it saves more than 1%."""
         return self.seconds_after < FASTER * self.seconds
 
     def __str__(self) -> str:
-        """Returns it in one line."""
         text = (
             f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
             f"{_us(self.seconds_after)} us for {_us(self.seconds)}"
@@ -116,7 +114,7 @@ class LayoutCosts:
       target: the described devices.
       program: the compiled step.
       timeline: its simulated schedule.
-      costs: of the collectives by weight, the most exposed first.
+      costs: by weight, the most exposed first.
       tried: the compiled changes of rules.
       plain: the step's seconds with plain maps that fit, `"fully sharded over all axes"` and
         `"whole on every device"`.
@@ -140,7 +138,7 @@ class LayoutCosts:
 
     @property
     def flagged(self) -> tuple[TriedRule, ...]:
-        """Returns faster changes, and changes of rules that disagree with others."""
+        """Returns faster changes, and changes of disagreeing rules."""
         return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:
@@ -168,7 +166,7 @@ class LayoutCosts:
         )
 
     def text(self, rows: int | None = SHOWN) -> str:
-        """Returns the costs by rule and the flagged changes. `rows=None` shows all rows."""
+        """Returns costs by rule and flagged changes. `rows=None` shows all rows."""
         found = list(self._by_rule())
         cells = [TITLES, *found[:rows]]
         widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
@@ -204,7 +202,6 @@ class LayoutCosts:
         return "\n".join(lines)
 
     def _by_rule(self) -> Iterator[tuple[str, ...]]:
-        """Yields a row for each rule and kind of collective."""
         alike: dict[tuple[Any, ...], list[Cost]] = defaultdict(list)
         for cost in self.costs:
             rule = None if cost.path is None else self.layout[cost.path].rule
@@ -234,7 +231,6 @@ class LayoutCosts:
 
 
 def _entries(spec: PartitionSpec) -> str:
-    """Returns a spec as a layout's table shows it."""
     return ", ".join("+".join(axes) or "-" for axes in axes_by_dim(spec)) or "-"
 
 

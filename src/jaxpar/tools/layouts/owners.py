@@ -12,18 +12,14 @@ What = Literal["the weight", "its gradient", "its product", "its input"]
 
 
 class Owners:
-    """The weights of a program's collectives, found from their sources and users."""
-
     def __init__(
         self, text: str, arguments: Mapping[str, str], results: Sequence[str | None]
     ) -> None:
-        """Reads a program.
+        """Reads scheduled HLO.
 
         Args:
-          text: scheduled HLO.
-          arguments: the paths of weights, by the names of the program's parameters in JAX.
-          results: the weight's path for each result that is a weight's new value, gradient or
-            moment.
+          arguments: the paths of weights, by JAX's names of parameters.
+          results: for each result, the weight of which it is the new value, gradient or moment.
         """
         self.values = Values(parse(text))
         self.weights: dict[Instruction, str] = {
@@ -34,9 +30,8 @@ class Owners:
         self.renewed = self._renewed(results)
 
     def of(self, name: str) -> dict[str | None, tuple[What | None, float]]:
-        """Returns the weights of an instruction's collective, each with its share of bytes.
+        """Returns the weights of a collective, each with what moves and its share of bytes.
 
-        The moved array is the weight itself, its gradient or new value, its product, or its input.
         The share of no weight is under None.
         """
         collective = self.values.collective(name)
@@ -51,7 +46,6 @@ class Owners:
         return found or {None: (None, 1.0)}
 
     def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
-        """Returns results and operands of a collective. Combined ones have several."""
         operands = collective.operands
         if len(operands) == 1 or not collective.type_text.startswith("("):
             return [(self.values.value(collective), operands[0])]
@@ -67,7 +61,7 @@ class Owners:
         return "its input", self._multiplying(value)
 
     def _is_added(self, value: Value) -> bool:
-        """Returns whether a value is added to another on arrival, as in a ring's reduce-scatter."""
+        """Returns whether a value is added on arrival."""
 
         def on(value: Value) -> list[Value]:
             return [user for user in self.values.users[value] if user.moves]
@@ -76,7 +70,7 @@ class Owners:
         return any(user.kind == "add" for user in users)
 
     def _itself(self, value: Value) -> set[str]:
-        """Returns the weights that a value is, or is a part of."""
+        """Returns the weights that a value is part of."""
 
         def back(value: Value) -> Iterator[Value]:
             return self.values.sources(value) if value.moves else iter(())
@@ -88,7 +82,7 @@ class Owners:
         }
 
     def _multiplied(self, value: Value) -> set[str]:
-        """Returns the weights of the products that devices sum in a value."""
+        """Returns the weights of summed products."""
 
         def back(value: Value) -> Iterator[Value]:
             return self.values.sources(value) if value.is_linear else iter(())
@@ -97,7 +91,7 @@ class Owners:
         return set[str]().union(*map(self._factors, products))
 
     def _multiplying(self, value: Value) -> set[str]:
-        """Returns the weights in the nearest products of a value."""
+        """Returns the weights in the nearest products."""
         level, seen = [value], set[Value]()
         while level:
             users = {user: None for one in level for user in self.values.users[one]}
@@ -113,7 +107,7 @@ class Owners:
         return set[str]().union(*map(self._itself, self.values.sources(product)))
 
     def _renewed(self, results: Sequence[str | None]) -> dict[Value, set[str]]:
-        """Returns the weights that each value becomes a part of, elementwise, as gradients do."""
+        """Returns the weights that values become part of."""
         found: dict[Value, set[str]] = {}
         by_path: dict[str, list[Value]] = {}
         for value, path in zip(self.values.results(), results, strict=True):

@@ -20,8 +20,7 @@ from jaxpar.tools.layouts.classes import (
 
 
 class Steps(Classes):
-    """One method for each primitive. It takes the equation, operands, shapes and result."""
-
+    # Each method serves one primitive. It takes the equation, operands, shapes and result.
     def _elementwise(self, args: list[Tokens], shapes: list[Any], out: Tokens) -> Tokens:
         tokens = list(self.fresh(out))
         for given, shape in zip(args, shapes, strict=True):
@@ -31,7 +30,7 @@ class Steps(Classes):
         return tuple(tokens)
 
     def _shard_map(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Makes fresh results: a shard_map itself fixes its arrays' layout."""
+        # A shard_map itself fixes its arrays' layout, so results are fresh.
         self.unsure["jax.shard_map"] += [t for tokens in args for t in tokens]
         return [self.fresh(v.aval.shape) for v in e.outvars]
 
@@ -60,7 +59,6 @@ class Steps(Classes):
     def _matched(
         self, numbers: Any, left: Tokens, right: Tokens, others: Sequence[int] = ()
     ) -> tuple[list[int], list[int], list[int]]:
-        """Returns contracted, batch and free dimensions, without the right operand's `others`."""
         (contract_l, contract_r), (batch_l, batch_r) = numbers
         contracted = [
             self.join(left[a], right[b]) for a, b in zip(contract_l, contract_r, strict=True)
@@ -73,7 +71,6 @@ class Steps(Classes):
     def _ragged_dot_general(
         self, e: Any, args: list[Tokens], shapes: list[Any], out: Any
     ) -> list[Tokens]:
-        """Follows a matmul in which each group belongs to an expert."""
         numbers = e.params["ragged_dot_dimension_numbers"]
         of_matmul, (left, right, groups) = numbers.dot_dimension_numbers, args
         contracted, batch, free = self._matched(
@@ -129,7 +126,7 @@ class Steps(Classes):
         return [tuple(t for d, t in enumerate(args[0]) if d not in gone)]
 
     def _reshape(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Joins each dimension to the major part of its group."""
+        """Joins each dimension to its group's major part."""
         tokens = list(self.fresh(out))
         before, after = list(enumerate(shapes[0])), list(enumerate(out))
         while before and after:
@@ -170,16 +167,16 @@ class Steps(Classes):
         return [tuple(tokens)]
 
     def bytes_of(self, atom: Any) -> float:
-        """Returns the bytes of an operand or a result, in all iterations of the current loop."""
+        """Returns the bytes in all iterations of loops."""
         return self.times * atom.aval.size * atom.aval.dtype.itemsize
 
     def rows_of(self, e: Any) -> list[int]:
-        """Returns the dimensions of a gather's result that come from its indices."""
+        """Returns the dimensions from a gather's indices."""
         numbers = e.params["dimension_numbers"]
         return [d for d in range(e.outvars[0].aval.ndim) if d not in numbers.offset_dims]
 
     def _kept(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Keeps dimensions of unchanged size. Others are cut or padded."""
+        """Keeps dimensions of unchanged size."""
         return [
             tuple(
                 t if a == b else self._cut(e, t, b)
@@ -190,13 +187,13 @@ class Steps(Classes):
     _slice = _dynamic_slice = _pad = _kept
 
     def _cut(self, e: Any, before: int, size: int, result: int = 0) -> int:
-        """Returns a new dimension of a result that is a part of an earlier one."""
+        """Returns a new dimension, part of an earlier one."""
         after = self.new(size)
         self.cuts.append(Cut(e.primitive.name, before, after, self.bytes_of(e.outvars[result])))
         return after
 
     def _along(self, e: Any, tokens: Tokens, dims: Sequence[int]) -> None:
-        """Notes an operation that needs a full dimension on each device."""
+        """Notes an operation that needs a full dimension."""
         size = self.bytes_of(e.invars[0])
         self.cuts += [Cut(e.primitive.name, tokens[d], None, size) for d in dims]
 
@@ -239,7 +236,7 @@ class Steps(Classes):
         return [best for _ in e.outvars]
 
     def _scatter(self, e: Any, args: list[Tokens], shapes: Any, out: Any) -> list[Tokens]:
-        """Joins the other dimensions of the updated array and its rows."""
+        """Joins the updated array's and rows' other dimensions."""
         numbers, updates = e.params["dimension_numbers"], args[2]
         gone = (*numbers.inserted_window_dims, *getattr(numbers, "operand_batching_dims", ()))
         kept = [d for d in range(len(out)) if d not in gone]
@@ -263,7 +260,7 @@ class Steps(Classes):
 
 
 def fits(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Returns whether an operand broadcasts to the result, along sizes of 1 or as a scalar."""
+    """Returns whether an operand broadcasts to the result."""
     return not shape or (
         len(shape) == len(out) and all(a in (1, b) for a, b in zip(shape, out, strict=True))
     )

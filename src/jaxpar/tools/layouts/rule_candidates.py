@@ -1,4 +1,4 @@
-"""Changes of rules that may cost less: two dimensions exchanged, or a table by rows."""
+"""Cheaper rules: two dimensions exchanged, or a table by rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ Cause = Literal["features of what is looked up", "at odds"] | None
 
 
 class RuleCandidate(NamedTuple):
-    """Rules with other dimensions sharded, and their conflict, if any."""
-
     rules: tuple[str, ...]  # that change together
     axes: tuple[tuple[str, ...], ...]  # for each dimension
     cause: Cause = None
@@ -39,7 +37,7 @@ class RuleCandidate(NamedTuple):
         return [array for array in layout.values() if array.rule in self.rules]
 
     def of(self, layout: Layout) -> Layout | None:
-        """Returns the changed layout, or None if sizes do not divide or have padding."""
+        # None: sizes do not divide or have padding.
         own = self.arrays(layout)
         if not all(map(self._fits, own)):
             return None
@@ -62,8 +60,6 @@ class RuleCandidate(NamedTuple):
 
 
 class Data(NamedTuple):
-    """An array of the arguments after the parameters."""
-
     shape: Any
     is_state: bool  # an optimizer's state, which lies like the parameters
 
@@ -76,12 +72,7 @@ def candidates(
 ) -> Iterator[RuleCandidate]:
     """Yields changes that may cost less: of conflicting rules, then of the most expensive.
 
-    Args:
-      layout: the layout to change.
-      seen: the step's dimensions.
-      data: the arrays of its other arguments.
-      exposed: returns the seconds of waiting for each rule's weights. It is called after the
-        conflicting rules were tried.
+    `exposed` returns each rule's seconds of waiting. It is called after the conflicting rules.
     """
     members = Members(layout, seen, data)
     first, now = members.at_odds(layout)
@@ -104,7 +95,7 @@ def candidates(
 def exchanges(
     layout: Layout, rules: tuple[str, ...]
 ) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
-    """Yields all pairs of dimensions to exchange in rules of one spec, the last first."""
+    # Rules have one spec; the last dimensions come first.
     array = layout[_path(layout, rules[0])]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
         axes = list(array.axes)
@@ -125,9 +116,8 @@ def _path(layout: Layout, rule: str) -> str:
 class Members:
     """The dimensions of rules and data by class, with their axes.
 
-    A class agrees on an axis if all its dimensions are sharded over it, or none. Batch axes do not
-    count, since weights are gathered over them. Arrays that only follow a weight do not count, such
-    as an optimizer's state.
+    A class agrees on an axis if all its dimensions, or none, are sharded over it. Batch axes do not
+    count, since weights are gathered over them. Followers do not, such as an optimizer's state.
     """
 
     def __init__(self, layout: Layout, seen: Dimensions, data: Sequence[Data]) -> None:
@@ -151,7 +141,7 @@ class Members:
         )
 
     def of(self, layout: Layout) -> dict[int, dict[Any, Axes]]:
-        """Returns the axes of each dimension of each class. Layers share a rule's dimension."""
+        # Layers share a rule's dimension.
         found: dict[int, dict[Any, Axes]] = defaultdict(dict)
         for number, (one, axes) in enumerate(self.of_data):
             found[one][number] = axes - self.gathered
@@ -165,7 +155,6 @@ class Members:
         return found
 
     def conflicts(self, layout: Layout) -> int:
-        """Returns how many dimensions conflict with the others of their classes."""
         total = 0
         for own in self.of(layout).values():
             for name in frozenset[str]().union(*own.values()):
@@ -194,8 +183,8 @@ class Members:
     def _by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
         """Returns a lookup table's change from features to rows, or None.
 
-        A lookup's result has the table's features and the batch's rows. One axis cannot shard both,
-        so the compiler moves activations from one to the other, layer by layer.
+        The result has the table's features and the batch's rows. One axis cannot shard both, so
+        activations would move in each layer.
         """
         path, flow = _path(layout, rule), self.seen.flow
         own = {array.path for array in layout.values() if array.rule == rule} - self.following
@@ -226,7 +215,7 @@ class Members:
     def _best(
         self, layout: Layout, groups: Sequence[tuple[str, ...]]
     ) -> tuple[RuleCandidate, Layout] | None:
-        """Returns the exchange that leaves the fewest conflicts, or None. Fewer rules win ties."""
+        # It leaves the fewest conflicts. Fewer rules win ties.
         least, found = (self.conflicts(layout), 0), None
         for rules in groups if least[0] else ():
             for dims, candidate in exchanges(layout, rules):
@@ -242,7 +231,7 @@ class Members:
         return candidate._replace(cause="at odds", disagrees=text), other
 
     def _disagrees(self, layout: Layout, candidate: RuleCandidate, dims: tuple[int, int]) -> str:
-        """Returns which of the two dimensions conflicts with its class, as text."""
+        """Returns the dimension that conflicts with its class."""
         path, members = _path(layout, candidate.rule), self.of(layout)
         for dim in dims:
             one = self.seen.classes[path][dim]
@@ -270,7 +259,6 @@ def _text(axes: Axes) -> str:
 
 
 def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
-    """Returns the arrays of `args`, which lie as `given`."""
     return [
         Data(x, isinstance(arg, Layout))
         for arg, laid in zip(args, given, strict=True)

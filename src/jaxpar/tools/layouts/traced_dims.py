@@ -25,8 +25,6 @@ from jaxpar.tools.private_names import (
 
 @dataclass(frozen=True)
 class Multiplied:
-    """The work along one class, and the cost of its sums."""
-
     flops: float
     sums: float  # bytes
     made: float  # bytes of products with it
@@ -34,8 +32,6 @@ class Multiplied:
 
 
 class TracedDims:
-    """The information of one trace about the dimensions of parameters."""
-
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
         dimensions = Dimensions.of(function, params, batch)
         self.flow = flow = dimensions.flow
@@ -74,7 +70,6 @@ class TracedDims:
         }
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
-        """Returns the classes to shard over an axis of `count` devices, with reasons."""
         taken = set[int]()
         for path, own in self.classes.items():
             entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
@@ -102,7 +97,7 @@ class TracedDims:
         return {one: self._why(self.weights[one]) for one in chosen}
 
     def rows_carried(self) -> int:
-        """Returns the batch's dimension in activations that a loop carries."""
+        """Returns the batch's dimension in carried activations."""
         rows = {own[0] for own in self.data if own}
         for tokens in self.flow.carried:
             found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
@@ -111,12 +106,11 @@ class TracedDims:
         return 0
 
     def _of_matrices(self) -> set[int]:
-        """Returns classes of weights with over two multiplied dimensions, like experts'."""
         used = {p: [c for c in own if self.weights[c].flops] for p, own in self.classes.items()}
         return {one for own in used.values() if len(own) > 2 for one in own}
 
     def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
-        """Notes cuts of sharded dimensions, and of dimensions that stay unsharded."""
+        """Notes cuts of sharded and of unsharded dimensions."""
         sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
         for cut in self.flow.cuts:
             one = self.flow.of(cut.before)
@@ -127,7 +121,7 @@ class TracedDims:
                 self.flow.unsure[f"{cut.what} of a dimension that stays whole"].append(one)
 
     def _least(self, able: Sequence[int], count: int) -> list[int]:
-        """Returns the cheapest classes that divide most work, no two in one array."""
+        """Returns the cheapest classes, at most one per array."""
         for one in able:
             if (one, one) in self.apart:  # a recurrence: both dimensions of one matrix
                 self.flow.unsure["a dimension that is twice in one array"].append(one)
@@ -156,8 +150,8 @@ class TracedDims:
     def _cost(self, chosen: Sequence[int], count: int) -> float:
         """Returns the share of replicated work, plus a part of the bytes sent.
 
-        Parts of a cut dimension move to other devices, or to all if they are not sharded. If that
-        exceeds half of the products along it, its work counts as replicated.
+        Parts of a cut dimension move to other devices, or to all if unsharded. Beyond half of the
+        products along it, its work counts as replicated.
         """
         parted: dict[int, float] = defaultdict(float)  # bytes
         gathered: dict[int, float] = defaultdict(float)
@@ -173,7 +167,6 @@ class TracedDims:
         return whole / self.flops + 0.25 * sent / sums
 
     def _is_sharded(self, cut: Cut, chosen: Sequence[int], count: int) -> bool:
-        """Returns whether the parts of a chosen class are sharded too."""
         if cut.after is None:
             return False
         one = self.flow.of(cut.after)
@@ -182,7 +175,7 @@ class TracedDims:
         return min(self.flow.sizes[one]) >= count
 
     def _family(self, one: int) -> set[int]:
-        """Returns a class with all classes that cuts link to it."""
+        """Returns a class with those linked by cuts."""
         pairs = {
             (self.flow.of(cut.before), self.flow.of(cut.after))
             for cut in self.flow.cuts
@@ -195,7 +188,6 @@ class TracedDims:
         return found
 
     def _divided(self, one: int, count: int) -> bool:
-        """Returns whether the axis divides all sizes of a class, such as heads of a width."""
         wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
         if wrong and self._mostly_kept(one):
             sizes = ", ".join(map(str, wrong))
@@ -204,7 +196,7 @@ class TracedDims:
         return not wrong
 
     def _mostly_kept(self, one: int) -> bool:
-        """Returns whether at most half of its matmuls sum over it. The layers' shared width fails.
+        """Returns whether at most half of its matmuls sum over it.
 
         Matmuls of its parts, and of dimensions that it is cut from, count too.
         """
@@ -224,10 +216,10 @@ class TracedDims:
         return f"shared by {shown}: {known.flops / max(self.flops, 1):.0%} of the FLOPs, {cost}"
 
     def largest(self, array: Shaped, taken: Sequence[Entry], name: str, mesh: AnyMesh) -> Dims:
-        """Returns the largest multiplied dimension that the axis divides, or none.
+        """Returns the largest multiplied dimension that the axis divides.
 
-        Lookup tables are sharded only by rows, since sharded features would not match the batch.
-        Vectors stay replicated, since they are small.
+        Only rows of lookup tables are sharded: features would not match the batch. Vectors stay
+        replicated.
         """
         own = self.classes[array.path]
         rows = [dim for dim, one in enumerate(own) if one in self.looked_up]

@@ -1,1 +1,1 @@
-"""Programs of several processes: their start, comparison and guard."""
+"""Programs of several processes: start, comparison and guard."""

@@ -32,10 +32,10 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
     Args:
       timeout_s: seconds to wait for the others.
       values: meshes, layouts, configurations, optimizers, keys, pytrees of arrays or shapes, nested
-        in any way. Programs are compared by operations, as `step=jax.jit(step).lower(*args)`.
-        Functions are compared by code, defaults and closure, but not globals. Other objects are
-        compared by what would be pickled. Arrays are compared by numbers if a process has all of
-        them, otherwise by dtype, shape and sharding. For a batch that differs by process pass
+        in any way. Programs, as in `step=jax.jit(step).lower(*args)`, are compared by operations;
+        functions by code, defaults and closure, but not globals; other objects by what would be
+        pickled. Arrays are compared by numbers if a process has all of them, otherwise by dtype,
+        shape and sharding. For a batch that differs by process pass
         `jax.eval_shape(lambda: batch)`.
 
     Raises:

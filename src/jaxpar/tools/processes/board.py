@@ -23,8 +23,6 @@ from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, KnownProcess, Pro
 
 @dataclass
 class Board:
-    """The reports of all processes, shared by threads of process 0."""
-
     count: int
     seen: dict[int, KnownProcess] = field(default_factory=dict[int, KnownProcess])
     agreed: int = 0  # all programs are equal up to this call
@@ -57,7 +55,7 @@ class Board:
                 self.seen[rank].gone = monotonic()
 
     def told(self) -> list[dict[str, Any]]:
-        """Returns all states, with seconds since the last report and since a loss."""
+        """Returns states, with seconds since the last reports."""
         now = monotonic()
         told: list[dict[str, Any]] = []
         for rank in sorted(self.seen):
@@ -118,7 +116,6 @@ class Board:
         self.agreed = min((state.known for state in states), default=0) if everyone else 0
 
     def _wanted(self, rank: int) -> str | None:
-        """Returns the digest of a program whose details are needed."""
         if self.unequal is None or self.verdict:
             return None
         call, *ranks = self.unequal
@@ -146,7 +143,7 @@ class Board:
     # -- what is wrong --------------------------------------------------------------------------
 
     def _trouble(self) -> dict[str, Any] | None:
-        """Returns what is wrong, its kind, and a key that changes to print it again."""
+        # The key changes to print the trouble again.
         if self.verdict:
             return {"kind": "programs", "key": "programs", "what": self.verdict}
         now = monotonic()
@@ -177,7 +174,7 @@ class Board:
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
 
     def _needs(self, rank: int, ended: ProcessState) -> bool:
-        """Returns whether a process is in a call that an ended one did not finish."""
+        """Returns whether a process awaits an ended one."""
         return self.seen[rank].state.done >= ended.done
 
     def _why(self, call: int, now: float) -> str:
@@ -203,7 +200,7 @@ class Board:
         return "; ".join(said) or "all processes are in it"
 
     def _is_ripe(self, kind: str) -> bool:
-        """Returns whether everyone has reported since, so that trouble can be told."""
+        # Trouble can be told once everyone has reported since.
         now = monotonic()
         since = self.noticed.setdefault(kind, now)
         spoken = (seen.at >= since for seen in self.seen.values() if not seen.is_out)

@@ -34,14 +34,14 @@ class GuardedCall:
 
     @property
     def is_made(self) -> bool:
-        """Returns whether its program is still made, which needs no other process."""
+        # A program that is still made needs no other process.
         return self.is_jitted and self.doing in MAKING
 
     def do(self, what: str) -> None:
         self.doing, self.since = what, monotonic()
 
     def run(self, program: TracedProgram) -> None:
-        """Notes what it runs; a new program waits until those of all are equal."""
+        # A new program waits until those of all are equal.
         self.program = self.watch.programs.setdefault(program.digest, program)
         self.watch.know(self, program.digest)
         if is_new := not self.program.is_agreed:
@@ -51,7 +51,7 @@ class GuardedCall:
         self.do("compiling" if is_new else "running")
 
     def wait_for(self, arrays: Any) -> None:
-        """Makes the call last until the smallest array is computed; then its program is done."""
+        """Makes the call last until its smallest array is computed."""
         leaves = jax.tree.leaves(arrays)
         place = None if self.program is None else self.program.result
         if place is None:

@@ -58,7 +58,7 @@ class Description:
 
 @public
 def describe() -> Description:
-    """Returns what the program runs on: devices, processes, memory, collectives, versions.
+    """Returns what the program runs on.
 
     Example:
       >>> found = describe()
@@ -88,7 +88,6 @@ def describe() -> Description:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that decide what a program compiles to."""
     found: dict[str, str] = {}
     for name in ("jax", "jaxlib", "jaxpar", "libtpu"):
         with suppress(PackageNotFoundError):

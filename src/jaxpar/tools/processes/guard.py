@@ -30,21 +30,20 @@ from jaxpar.tools.processes.watch import watch
 def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
     """Guards a step: past a time limit, every process prints where each process is.
 
-    A collective waits for all processes. If one is missing, slow, compiling or in another program,
-    the others hang silently or compute garbage. With a guard, processes report to process 0. All of
-    them print where each one is, what is wrong, and the line of the collective that the others wait
-    in. They print past the limit, when a process is gone, or when two run different programs.
+    If a process is missing, slow, compiling or in another program, the others hang silently in a
+    collective or compute garbage. Past the limit, when a process is gone, or when two run different
+    programs, all print where each one is, what is wrong, and the line of the collective that is
+    waited in.
 
-    Around a function of `jax.jit` or `jaxpar.jit`, each new program is compared before it is
-    compiled. If programs differ, all processes that have not started theirs raise an error with the
-    first difference. Calls must come in the same order in all processes, from one thread.
+    Each new program of a jitted function is compared before it is compiled. If programs differ, all
+    processes that have not started theirs raise an error with the first difference. Calls must come
+    in the same order in all processes, from one thread.
 
     Args:
-      what: a jitted function; any other function, whose Python line and compilations are then
-        known; or a step's name, for `with`.
-      timeout_s: seconds without progress until everyone prints, again after twice that, four times
-        that, and so on. Choose more than your longest step, without compilation if `what` is
-        jitted.
+      what: a function of `jax.jit` or `jaxpar.jit`; any other function, whose Python line and
+        compilations are then known; or a step's name, for `with`.
+      timeout_s: seconds without progress until everyone prints, again after twice that, and so on.
+        Choose more than your longest step, without compilation if `what` is jitted.
       exit_code: ends the process with this status after printing; None: it goes on waiting.
 
     Returns:
@@ -55,10 +54,10 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
       ValueError: `timeout_s` is not positive; from the guarded function: programs differ.
       TypeError: `what` is neither a function nor a name.
 
-    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), while the
-    device works on the step before. Each array argument adds up to 1 us. A thread sends half a
-    kilobyte to process 0 twice a second. A new program is lowered and compared once. The smallest
-    of a step's results is kept until it is computed.
+    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), and up to
+    1 us for each array argument, while the device works. A thread sends half a kilobyte to process
+    0 twice a second. A new program is lowered and compared once. A step's smallest result is kept
+    until it is computed.
 
     Example:
       >>> step = guard(jax.jit(lambda x: x + 1), timeout_s=30)
@@ -80,8 +79,6 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
 
 
 class Guard:
-    """A named guard around a `with` block."""
-
     def __init__(self, name: str, limit: float, exit_code: int | None) -> None:
         self._name, self._limit, self._code = name, limit, exit_code
         self._calls: list[GuardedCall] = []
@@ -96,7 +93,7 @@ class Guard:
         return self
 
     def until(self, arrays: Any) -> None:
-        """Makes the step last until these arrays are computed, without waiting for them."""
+        """Makes the step last until these are computed, without waiting."""
         self._calls[-1].wait_for(arrays)
 
     def __exit__(
@@ -132,7 +129,7 @@ class Guarded:
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function; inside of another trace, without a guard."""
+        # Inside of another trace there is no guard.
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, Tracer) for kind in set(map(type, leaves))):
             return self._function(*args, **kwargs)
@@ -172,7 +169,6 @@ _KIND = attrgetter("shape", "dtype", "weak_type", "sharding")
 
 
 def _kinds(leaves: list[Any], with_values: bool) -> tuple[Any, ...]:
-    """Returns what jit tells arguments apart by; with values of other leaves if asked."""
     try:
         return tuple(map(_KIND, leaves))
     except AttributeError:

@@ -38,8 +38,6 @@ class Sent:
 
 @dataclass(eq=False)
 class TracedProgram:
-    """A jitted function, traced for some arguments."""
-
     name: str
     arguments: tuple[str, ...]
     collectives: tuple[Sent, ...]
@@ -52,7 +50,7 @@ class TracedProgram:
 
     @cached_property
     def digest(self) -> str:
-        """Returns the same for equal programs, wherever their source is."""
+        """Returns the same for equal programs."""
         return sha256(self.text).hexdigest()
 
     def details(self) -> dict[str, Any]:
@@ -65,15 +63,12 @@ class TracedProgram:
 
     @cached_property
     def sends(self) -> tuple[Sent, ...]:
-        """Returns its collectives, or else those that the partitioner inserts.
-
-        These are only in the compiled program, which JAX still has unless there are compiler
-        options.
-        """
+        # The partitioner's are only in the compiled program, which JAX still has unless there are
+        # compiler options.
         return self.collectives or tuple(_inserted(self.lowered.compile().as_text(), self.mesh))
 
     def first_for(self, missing: Sequence[int]) -> tuple[int, Sent] | None:
-        """Returns the first collective that needs one of these processes, and its number."""
+        """Returns the first collective that needs them."""
         numbered = enumerate(self.sends, 1)
         return next((found for found in numbered if self._needs(found[1], missing)), None)
 
@@ -90,14 +85,12 @@ class TracedProgram:
 
 
 def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
-    """Traces a function; a later call reuses the trace."""
     return traced_by_jax(jitted.trace(*args, **kwargs))
 
 
 def program_of(
     name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedProgram:
-    """Lowers a trace; a later call reuses it."""
     lowered = found.lower()
     return TracedProgram(
         name=name,
@@ -119,7 +112,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
 
 
 def _place(keys: Sequence[Any]) -> str:
-    """Returns a place such as `argument 0['w']` or `mask`."""
+    """Returns text such as `argument 0['w']`."""
     (kind, first, *rest) = (str(key) for key in keys)
     if kind == "[1]":
         return first.strip("[']") + "".join(rest)

@@ -1,4 +1,4 @@
-"""Connects processes over sockets before any collective, for roll call and comparison."""
+"""Connects processes over sockets before any collective."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def met() -> bool:
 
 
 def arrange() -> None:
-    """Shares the place to meet by a first collective, without a given address."""
+    # Without a given address, a first collective shares the place to meet.
     told = np.zeros(256, np.uint8)
     if jax.process_index() == 0:
         _meeting.open(socket.getfqdn())
@@ -59,12 +59,12 @@ def arrange() -> None:
 
 
 def board_listener() -> socket.socket:
-    """Returns the socket for guards' reports, on process 0."""
+    """Returns process 0's socket for guards' reports."""
     return _meeting.listeners["guard"]
 
 
 def board_address() -> tuple[str, int]:
-    """Returns the address for guards' reports, on the others."""
+    """Returns the address for guards' reports."""
     return _meeting.host, _meeting.ports["guard"]
 
 
@@ -99,7 +99,7 @@ def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
 
 
 def compare(texts: dict[str, list[str]], seconds: float) -> None:
-    """Raises an error in all processes if a text differs in one."""
+    """Raises in all processes if one's text differs."""
     if not met():
         arrange()
     if jax.process_index() == 0:
@@ -109,7 +109,7 @@ def compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 
 def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
-    """Compares digests on process 0, asks for a text that differs, and tells all."""
+    # Process 0 compares digests, and asks only for a text that differs.
     own = {name: _digest(lines) for name, lines in texts.items()}
     others = set(range(1, jax.process_count()))
     present = _accept(
@@ -190,7 +190,7 @@ def _accept(
 
 
 def connect(address: tuple[str, int], seconds: float) -> socket.socket:
-    """Connects to process 0, which may not listen yet."""
+    # Process 0 may not listen yet.
     end = time.monotonic() + seconds
     while True:
         try:
@@ -232,7 +232,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def processes_text(ranks: Sequence[int]) -> str:
-    """Returns text such as `process 3` or `processes 1, 2, 5-63`."""
+    """Returns text such as `processes 1, 2, 5-63`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write(peer: socket.socket, message: Any) -> None:
-    """Sends a message, if the other side is still there."""
+    """Sends a message, if the other side remains."""
     data = json.dumps(message).encode()
     with suppress(OSError):  # the other side reports its end
         peer.sendall(struct.pack("!Q", len(data)) + data)

@@ -22,10 +22,6 @@ States = Sequence[Mapping[str, Any]]
 def report(
     rank: int, count: int, trouble: Mapping[str, Any], states: States, call: GuardedCall | None
 ) -> None:
-    """Prints where every process is, then the collective that is waited in, if known.
-
-    Another thread finds the collective, which takes a while.
-    """
     is_alone = trouble["kind"] == "alone"  # process 0 is gone, so nothing is known of the others
     asked = range(0 if is_alone else count)
     _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
@@ -41,7 +37,7 @@ def report(
 
 
 def _say(rank: int, lines: Sequence[str]) -> None:
-    """Prints in one piece, because processes may share a terminal."""
+    # Processes may share a terminal, so this prints in one piece.
     text = "\n".join(lines)
     sys.stderr.write(f"jaxpar.guard: process {rank}: {text}\n")
     sys.stderr.flush()
@@ -83,7 +79,7 @@ def _seconds(state: Mapping[str, Any]) -> float:
 
 
 def _place(state: Mapping[str, Any]) -> str:
-    """Returns where a process is, with open seconds, so that equal places are equal."""
+    # Seconds stay open, so that equal places are equal.
     at = f"; Python is at {state['where']}" if state["where"] else ""
     after = f", after {state['raised']}" if state["raised"] else ""
     if state["ended"]:

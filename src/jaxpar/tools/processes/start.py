@@ -38,8 +38,8 @@ def initialize(
     """Connects the processes of a program; may be called twice, or by a single process.
 
     Wraps `jax.distributed.initialize`, which needs no arguments for Slurm, Open MPI, Kubernetes and
-    TPU pods. Without a sign of other processes nothing happens. With an address, the processes
-    first wait for each other: JAX ends a process whose companions do not come.
+    TPU pods. Without a sign of other processes nothing happens. With an address, processes first
+    wait for each other: JAX ends a process whose companions do not come.
 
     Args:
       coordinator_address: `"host:port"` of process 0, the same in all processes.

@@ -16,7 +16,6 @@ class ProcessState:
     """The state of one process, as it reports it.
 
     Attributes:
-      rank: its number.
       entered: guarded calls that it has begun, numbered from 1.
       known: the last call whose program it has reported.
       done: the last call that nothing is left to wait for.
@@ -24,12 +23,8 @@ class ProcessState:
       first: number of the call that it waits for, with `first_name`; or 0.
       doing: `"python"`, `"tracing"`, `"comparing"`, `"compiling"` or `"running"`; `"nothing"`
         outside.
-      doing_s: seconds of that.
       waiting_s: seconds without progress; None if it waits for nothing, traces or compiles.
-      timeout_s: limit of `waiting_s`.
       where: the user's line that its Python is at.
-      raised: the error of its last call.
-      compiled: functions compiled in its call.
       runs: number, name and digest of each call with a new program.
       ended: whether it has ended by itself.
     """
@@ -59,7 +54,7 @@ class ProcessState:
         return cls(**fields)
 
     def run_of(self, call: int) -> tuple[str, str] | None:
-        """Returns name and digest of a call's program; None if unknown or too old."""
+        # None: the call is unknown or too old.
         if call > self.known:
             return None
         found = [(name, digest) for begun, name, digest in self.runs if begun <= call]
@@ -78,7 +73,6 @@ class KnownProcess:
 
 
 def absent(states: Sequence[Mapping[str, Any]], count: int, call: int) -> list[int]:
-    """Returns the processes that a call still waits for."""
     there = [
         state["rank"]
         for state in states

@@ -25,10 +25,7 @@ Lines = Iterator[str]
 
 
 def lines_of(value: Any) -> list[str]:
-    """Returns a value's contents, each line with its path.
-
-    The text depends neither on addresses nor on the order of a set.
-    """
+    """Returns lines of contents, each with its path."""
     if isinstance(value, str):
         return value.splitlines()
     try:
@@ -38,8 +35,7 @@ def lines_of(value: Any) -> list[str]:
 
 
 class _Writer:
-    """Writes one value; remembers objects, which may contain themselves."""
-
+    # It remembers objects, which may contain themselves.
     def __init__(self, seen: dict[int, tuple[str, Any]]) -> None:
         self.seen = seen  # paths by id, which stays unique while the object is held here
 
@@ -101,7 +97,7 @@ class _Writer:
             yield from self.lines(f"{path}/{name}" if path else str(name), part)
 
     def _object(self, path: str, value: Any) -> Lines:
-        """Yields what would be pickled of an object, or its repr."""
+        """Yields what would be pickled, or the repr."""
         try:
             made: Any = value.__reduce_ex__(4)
         except Exception:  # any error of a user's class
@@ -128,7 +124,7 @@ class _Writer:
         yield from self._mapping(path, dict(entries)) if entries else ()
 
     def _array(self, path: str, x: Any) -> Lines:
-        """Yields dtype, shape and sharding, and the numbers if all are here."""
+        # The numbers are written only if this process has all.
         sharding = getattr(x, "sharding", None)
         spec = getattr(sharding, "spec", "")
         yield _line(path, f"{x.dtype}{list(x.shape)} {spec}")
@@ -148,7 +144,7 @@ class _Writer:
 
 
 def _of_jax(value: Any) -> Iterable[str] | None:
-    """Returns the lines of meshes, layouts, shardings, programs and shapes, or None."""
+    """Returns the lines of known types, or None."""
     match value:
         case type():
             return None
@@ -194,7 +190,7 @@ def _numbers(x: np.ndarray) -> str:
 
 
 def _function(value: Any) -> dict[str, Any] | None:
-    """Returns what a function's result depends on; None for other callables."""
+    """Returns what a function's result depends on."""
     match value:
         case functools.partial():
             return {"of": value.func, "arguments": value.args, "keywords": value.keywords}

@@ -90,7 +90,7 @@ class Watch:
         self.known = call.number
 
     def wait_agreed(self, number: int) -> None:
-        """Waits until all processes have reached a call with equal programs."""
+        """Waits until all reached this call, programs equal."""
         while self.count > 1 and self.agreed < number:
             self._answered.clear()
             self._bell.send(b".")
@@ -103,7 +103,7 @@ class Watch:
                     )
 
     def leave(self, call: GuardedCall, raised: BaseException | None) -> None:
-        """Ends a call, whose results may not be computed yet."""
+        # The call's results may not be computed yet.
         self.active.remove(call)
         if raised is not None:
             self.raised = f"{type(raised).__name__} in call {call.number} of {call.name!r}"
@@ -119,7 +119,7 @@ class Watch:
             self.raised = ""
 
     def _ask_why(self, raised: BaseException, call: GuardedCall) -> None:
-        """Adds to an error what is wrong with others, which shows a moment later."""
+        # What is wrong with others shows a moment later.
         # While a program runs, jaxlib raises a ValueError if a connection is lost.
         is_lost = isinstance(raised, ValueError) and call.is_jitted and call.doing == "running"
         if self.count == 1 or not (is_lost or isinstance(raised, jax.errors.JaxRuntimeError)):
@@ -136,7 +136,7 @@ class Watch:
     # -- in its own thread ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread once; waits only if processes have not met."""
+        # It waits only if processes have not met.
         if self._started:
             return
         self._started = True
@@ -180,7 +180,6 @@ class Watch:
                 self._tell(answer["states"])
 
     def _exchange(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Returns a function that sends a report and returns the board's answer."""
         if self.rank == 0:
             board = Board(self.count)
             if self.count > 1:
@@ -197,7 +196,6 @@ class Watch:
         return exchange
 
     def _bye(self) -> None:
-        """Reports the end, and goes on while JAX waits for the others."""
         for self._ended in (False, True):  # in the first round, a lost process 0 is an error
             self._answered.clear()
             self._bell.send(b".")
@@ -251,7 +249,7 @@ class Watch:
             os._exit(self.last.exit_code)
 
     def _alone(self) -> None:
-        """Tells that process 0 with the board is gone, except at the program's end."""
+        # At the program's end this is no fault.
         self._settle()
         self.trouble = {
             "kind": "alone",

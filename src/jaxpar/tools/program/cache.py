@@ -33,10 +33,7 @@ _OWN_LINES = re.compile(r'(loc\("[^"]*\bjaxpar/tools/[^"]*"):\d+:\d+(?: to \d*:\
 
 
 def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
-    """Returns a key of a program's text with lines, devices, options and compilers.
-
-    Lines of these tools do not count: a new model of a chip needs no new compilation.
-    """
+    # Lines of these tools do not count: a new model of a chip needs no new compilation.
     parts = [
         _FORM,
         _OWN_LINES.sub(r"\1", lowered.as_text(debug_info=True)),
@@ -51,7 +48,7 @@ def key_of(lowered: Any, target: Target, options: Mapping[str, Any]) -> str:
 
 
 def kept(folder: Path, key: str) -> dict[str, Any] | None:
-    """Returns the program under a key; None if it is missing or damaged."""
+    # None: the file is missing or damaged.
     path = _path(folder, key)
     try:
         with gzip.open(path, "rt") as file:
@@ -75,7 +72,7 @@ def _is_program(found: Any) -> bool:
 
 
 def keep(folder: Path, key: str, text: str, memory: Any) -> None:
-    """Saves a program if the folder can be written, and deletes the longest unused ones."""
+    """Saves a program, and deletes the longest unused."""
     path = _path(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,8 +86,7 @@ def keep(folder: Path, key: str, text: str, memory: Any) -> None:
 def _forget(folder: Path, newest: Path) -> None:
     """Deletes files beyond `MOST_BYTES`, and abandoned half-written ones.
 
-    Other processes may use the folder meanwhile: a reader of a deleted file still has it, or
-    compiles.
+    Another process that reads a deleted file still has it, or compiles.
     """
     total, now = 0, time.time()
     for used, size, path in sorted(_files(folder), reverse=True):

@@ -16,14 +16,13 @@ _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "pvary", "shard
 
 
 def value_of(atom: Atom, known: Known) -> np.ndarray | None:
-    """Returns an operand's array; None if it depends on the program's arguments."""
+    """Returns an array independent of the program's arguments."""
     if isinstance(atom, core.Literal):
         return _as_array(atom.val)
     return known.get(atom)
 
 
 def _as_array(value: Any) -> np.ndarray | None:
-    """Returns a small array of numbers; None for large ones, random keys and tracers."""
     if isinstance(value, Tracer):
         return None
     dtype = getattr(value, "dtype", None)
@@ -33,7 +32,7 @@ def _as_array(value: Any) -> np.ndarray | None:
 
 
 def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
-    """Returns a jaxpr without its constants, and the small ones of them."""
+    # Only the small constants are known.
     # From jax 0.12 on a ClosedJaxpr is a Jaxpr.
     inner = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     consts = zip(inner.constvars, getattr(jaxpr, "consts", ()), strict=False)
@@ -42,7 +41,7 @@ def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
 
 
 def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
-    """Returns the known variables, also those that equations only pass on."""
+    """Returns known variables, also passed-on ones."""
     found = dict(known)
     for eqn in jaxpr.eqns:
         asked = [value_of(atom, found) for atom in eqn.invars]
@@ -66,14 +65,13 @@ def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
 
 
 def bodies(eqn: core.JaxprEqn, known: Known) -> list[tuple[core.Jaxpr, Known]]:
-    """Returns an equation's inner jaxprs, each with its known variables."""
     leaves = jax.tree.leaves(list(eqn.params.values()))
     found = [opened(leaf) for leaf in leaves if isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)]
     return [(inner, {**own, **_handed(eqn, inner, known)}) for inner, own in found]
 
 
 def _handed(eqn: core.JaxprEqn, inner: core.Jaxpr, known: Known) -> Known:
-    """Returns the known variables of an inner jaxpr that have the same shape outside."""
+    """Returns known variables with equal outer shapes."""
     name = eqn.primitive.name
     given = eqn.invars[1:] if name == "cond" else eqn.invars
     if name == "while" or len(given) != len(inner.invars):

@@ -1,4 +1,4 @@
-"""The computation and the messages of an instruction, without a chip's figures."""
+"""An instruction's computation and messages, without a chip's figures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -52,8 +52,6 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Demand:
-    """An instruction's use of compute units and memory."""
-
     cycles: int | None = None  # estimated by the TPU compiler
     matmuls: tuple[Matmul, ...] = ()
     moved: int = 0  # bytes read and written
@@ -77,10 +75,6 @@ class Message:
 
 
 def work_of(i: Instruction, kernels: Kernels) -> Demand:
-    """Returns an instruction's matrix products and bytes moved.
-
-    A kernel's FLOPs are its estimate, or else those of its traced program.
-    """
     if is_free(i) or i.opcode in ("while", "conditional", "call"):
         return Demand()  # their contents have schedules of their own
     everything = (i, *i.inside)
@@ -117,7 +111,6 @@ def _is_matmul(i: Instruction) -> bool:
 
 
 def _matmul(i: Instruction) -> Matmul | None:
-    """Returns the instruction's own product, without those inside."""
     if i.opcode == "convolution":
         return _product_as_convolution(i)
     if i.opcode == "dot":
@@ -173,7 +166,7 @@ def _product_as_convolution(i: Instruction) -> Matmul | None:
 
 
 def _of_window(i: Instruction, key: str, number: int) -> int:
-    """Returns a dimension's entry in a convolution's window; of padding, the front."""
+    """Returns a window's entry; of padding, the front."""
     window = i.attributes.partition("window={")[2].partition("}")[0]
     found = re.search(rf"\b{key}=([-0-9x_]+)", window)
     return int(found.group(1).split("x")[number].split("_")[0]) if found else int(key != "pad")
@@ -181,7 +174,7 @@ def _of_window(i: Instruction, key: str, number: int) -> int:
 
 @lru_cache
 def _pairs(sides: tuple[int, int, int], stride: int, pad: int, lhs: int, rhs: int) -> int:
-    """Counts pairs of a result's and a window's place that meet an operand's place."""
+    """Counts pairs that meet an operand's place."""
     operand, window, result = sides
     if window * result > 1 << 22:
         return 0
@@ -193,7 +186,6 @@ def _pairs(sides: tuple[int, int, int], stride: int, pad: int, lhs: int, rhs: in
 
 
 def _estimated_flops(i: Instruction) -> float:
-    """Returns a TPU kernel's estimate, or 0."""
     if i.opcode != "custom-call" or '"cost_estimate"' not in i.attributes:
         return 0.0
     return float(i.number("flops") or 0)
@@ -226,7 +218,6 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 
 
 def collective_in(i: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction is or contains, or None."""
     if i.opcode.removesuffix("-start") in _COLLECTIVES:
         return i
     if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
@@ -252,10 +243,10 @@ def message_of(i: Instruction, inner: Instruction) -> Message:
 
 
 def _ways(i: Instruction) -> tuple[int, int]:
-    """Returns the links of a device that the TPU compiler uses, and phases; 0 if unknown.
+    """Returns how many links the TPU compiler uses on a device, and phases; 0 if unknown.
 
-    Its colours are simultaneous rings. Rings of a SparseCore, and of strategies that say so, use
-    one direction, all others both.
+    Colours are simultaneous rings. Rings of a SparseCore, and of strategies that say so, use one
+    direction, all others both.
     """
     if rings := i.attributes.count('"phase_rings":'):
         return rings, 2 if '"use_n_dimension_strategy":true' in i.attributes else 1

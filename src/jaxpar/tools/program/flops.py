@@ -25,7 +25,7 @@ def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
 
 
 def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> float:
-    """Counts what `results` need; a compiler drops the rest, as a gradient's forward pass."""
+    # Only what `results` need counts: a compiler drops the rest, as a gradient's forward pass.
     needed: set[core.Var] = {var for var in results if not isinstance(var, core.Literal)}
     total, counted_dots = 0.0, set[tuple[Any, ...]]()
     known = learned(jaxpr, known)
@@ -69,8 +69,6 @@ def _share(eqn: core.JaxprEqn, share: float) -> float:
 
 @dataclass(frozen=True)
 class Dot:
-    """Sizes of one product, and bytes of a number."""
-
     m: int
     k: int
     n: int
@@ -78,7 +76,7 @@ class Dot:
 
 
 def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
-    """Returns all matmuls of a traced program, with local shapes inside of `shard_map`s."""
+    # Shapes are local inside of `shard_map`s.
     found: list[Dot] = []
     for eqn in _named("dot_general", jaxpr.jaxpr):
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -109,7 +107,7 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def kernels_in(jaxpr: core.ClosedJaxpr) -> Kernels:
-    """Returns what each Pallas kernel computes, by its shapes; without ambiguous shapes."""
+    """Returns kernels by shapes, without ambiguous shapes."""
     found: dict[tuple[Shapes, Shapes], set[Kernel]] = {}
     for eqn, known in _kernels(*opened(jaxpr)):
         shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))

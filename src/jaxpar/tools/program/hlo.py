@@ -1,4 +1,4 @@
-"""Parses scheduled HLO text of the TPU and GPU compilers."""
+"""Parses scheduled HLO of the TPU and GPU compilers."""
 
 import re
 from collections.abc import Iterator
@@ -47,14 +47,11 @@ class Array:
 
     @property
     def width(self) -> float:
-        """Returns the bytes of one element."""
         return self.bytes / max(prod(self.shape), 1)
 
 
 @dataclass(eq=False)
 class Instruction:
-    """A line of a computation, with its operands and called computations."""
-
     name: str
     opcode: str
     type_text: str = ""
@@ -77,7 +74,6 @@ class Instruction:
 
     @cached_property
     def inside(self) -> tuple["Instruction", ...]:
-        """Returns all instructions of called computations, nested ones too."""
         found = (i for computation in self.called for i in computation.instructions)
         return tuple(inner for i in found for inner in (i, *i.inside))
 
@@ -103,11 +99,11 @@ class Instruction:
 
     @property
     def is_synchronous(self) -> bool:
-        """Returns whether the GPU compiler put the done right behind this start."""
+        # The GPU compiler put the done right behind this start.
         return '"is_sync":true' in self.attributes
 
     def after(self, key: str) -> str:
-        """Returns the word behind `key`: numbers with commas, or a name."""
+        """Returns the word behind `key`."""
         _, _, rest = self.attributes.partition(key)
         word = _WORD.match(rest)
         return word.group().rstrip(",") if word else ""
@@ -129,7 +125,7 @@ class Instruction:
 
 @dataclass(eq=False)
 class Computation:
-    """Instructions in the order in which they run."""
+    """Instructions in the order that they run."""
 
     name: str
     instructions: list[Instruction] = field(default_factory=list[Instruction])
@@ -154,11 +150,11 @@ class Hlo:
 
 
 def parse(text: str) -> Hlo:
-    """Parses the text of a scheduled module.
+    """Parses a scheduled module's text.
 
     Raises:
-      ValueError: no entry computation, an unknown line, no result, or an undefined operand. Without
-        a lost line a step would look too short.
+      ValueError: no entry, an unknown line, no result, or an undefined operand. A lost line would
+        make a step look too short.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
@@ -190,7 +186,7 @@ def parse(text: str) -> Hlo:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields one line per instruction; in the text its attributes may have line breaks."""
+    # In the text, an instruction's attributes may have line breaks.
     waiting = ""
     for line in text.splitlines():
         if not waiting and not _INSTRUCTION.match(line):

@@ -1,4 +1,4 @@
-"""The computation of a Pallas kernel, from its traced program and grid."""
+"""A Pallas kernel's computation, from its traced program and grid."""
 
 from __future__ import annotations
 
@@ -67,10 +67,9 @@ class Kernel:
 def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
     """Returns what a Pallas kernel computes.
 
-    A branch counts in the steps that take it, if these follow from the grid and known operands (a
-    mask's blocks). If data decide, the branch with the most computation counts in all steps. The
-    kernel's own estimate counts if it is smaller, a loop's length is unknown, or several cores
-    share the work.
+    A branch counts in the steps that take it, if the grid and known operands decide. If data
+    decide, the largest branch counts in all steps. The kernel's own estimate counts if it is
+    smaller, a loop's length is unknown, or several cores share the work.
     """
     has_cores, estimate = "meshes" in eqn.params, eqn.params.get("cost_estimate")
     counted = _on_cores(eqn) if has_cores else _on_grid(eqn, known)
@@ -114,10 +113,7 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
 def _computed(
     jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places
 ) -> tuple[Kernel, Known]:
-    """Returns what a jaxpr computes in the active steps, and its known values.
-
-    Known scalars are one per step, or one for all.
-    """
+    # Known scalars are one per step, or one for all.
     total, found, times = Kernel(), dict(known), int(active.sum())
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -164,7 +160,7 @@ def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -
 
 
 def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
-    """Returns a scalar that follows from the grid and known operands, or None."""
+    """Returns a scalar of grid and known operands."""
     if _size(eqn.outvars[0]) > 1:
         return None
     if eqn.primitive.name == "get":
@@ -182,7 +178,7 @@ def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
 
 
 def _divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Divides as XLA does: whole numbers towards zero."""
+    """Divides as XLA does, whole numbers towards zero."""
     is_whole = x.dtype.kind in "iub" and by.dtype.kind in "iub"
     return np.trunc(x / by).astype(np.int64) if is_whole else x / by
 

@@ -45,8 +45,7 @@ class LiveArray:
 def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
     """Returns the arrays at the peak, the largest first.
 
-    They follow from the order of instructions. Their sum matches the compiler's peak to about a
-    fifth, because its plan may differ.
+    Their sum, from the order of instructions, matches the compiler's peak to about a fifth.
     """
     _, buffers = _peak(exposures.values.hlo.entry)
     arguments = exposures.values.hlo.entry.parameters.values()
@@ -67,7 +66,7 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
 
 
 def _size(i: Instruction) -> int:
-    """Returns the bytes of a result; the compiler's peak counts VMEM, too."""
+    # The compiler's peak counts VMEM, too.
     sizes = [array.bytes for array in i.arrays if not array.is_on_host]
     if i.opcode.endswith(("-start", "-update")):  # operand, result and contexts
         return max(sizes, default=0)
@@ -75,7 +74,6 @@ def _size(i: Instruction) -> int:
 
 
 def _peak(computation: Computation) -> tuple[int, set[Instruction]]:
-    """Returns the most bytes of a computation's arrays at a time, and the arrays."""
     held: dict[Instruction, set[Instruction]] = {}  # the arrays of each result
     last: dict[Instruction, int] = {}
     for place, i in enumerate(computation.instructions):

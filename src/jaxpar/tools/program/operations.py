@@ -61,7 +61,7 @@ class _UnknownError(Exception):
 
 
 def branch_taken(conditional: Instruction, partitions: int) -> int | None:
-    """Returns the branch that runs on all devices; None if devices or data differ."""
+    # None: devices or data differ.
     try:
         value = _value(conditional.operands[0], None, devices=np.arange(partitions))
     except (_UnknownError, KeyError, TypeError, ZeroDivisionError):
@@ -76,9 +76,9 @@ def branch_taken(conditional: Instruction, partitions: int) -> int | None:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Returns how often a while loop's body runs; None if that depends on data.
+    """Returns a loop's iterations; None if data decide.
 
-    Without the compiler's annotation, the scalars of the loop's condition are computed.
+    Without the compiler's annotation, the scalars of the condition are computed.
     """
     if (known := loop.after('"known_trip_count":{"n":"')).isdecimal():
         return int(known)
@@ -108,7 +108,7 @@ def _value(
     wanted: set[int] | None = None,
     devices: Int[np.ndarray, " devices"] | None = None,
 ) -> Value:
-    """Returns the value of an instruction whose result is an integer scalar, or a tuple.
+    """Returns the value of an integer scalar, or of a tuple.
 
     `wanted` are elements of a tuple; None: all. `arguments` gives parameters; None: they depend on
     data. `devices` are the partitions in question; None: unknown.
@@ -169,7 +169,7 @@ def _constant(text: str) -> int | bool:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An instruction. Its class below is what it does."""
+    """An instruction; its class says what it does."""
 
     name: str  # of the HLO instruction
     op: str  # the operation of the traced program
@@ -185,8 +185,6 @@ class Free(Operation):
 
 
 class Compute(Operation):
-    """Keeps the compute units busy."""
-
     def __str__(self) -> str:
         work = self.work
         parts = ["matmul"] if work.is_matmul else []
@@ -198,8 +196,6 @@ class Compute(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Collective(Operation):
-    """Sends a message, or starts to."""
-
     message: Message
     pair: str  # common to a start and its done
     has_done: bool  # an instruction that waits for it
@@ -214,7 +210,7 @@ class Collective(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Copy(Operation):
-    """Starts a copy between memories, or a gather of rows on another core."""
+    """Copies between memories, or gathers on another core."""
 
     bytes: int
     pair: str
@@ -230,8 +226,6 @@ class Done(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Control(Operation):
-    """Runs schedules."""
-
     runs: tuple["Schedule", ...] = field(repr=False)
 
     def __str__(self) -> str:
@@ -244,8 +238,6 @@ class Call(Control):
 
 @dataclass(frozen=True, eq=False)
 class Conditional(Control):
-    """Runs one of its schedules."""
-
     taken: int | None = None  # on all devices; None: devices or data differ
 
     def __str__(self) -> str:
@@ -254,7 +246,7 @@ class Conditional(Control):
 
 @dataclass(frozen=True, eq=False)
 class Loop(Control):
-    """Runs its condition and its body repeatedly, in this order."""
+    """Runs its condition, then its body, repeatedly."""
 
     trips: int | None  # None: data decide
 
@@ -282,11 +274,7 @@ class Module:
 
 
 def read(text: str, kernels: Kernels | None = None) -> Module:
-    """Reads a compiled program's operations from its text; `kernels` is from `kernels_in`.
-
-    Raises:
-      ValueError: text that is not HLO.
-    """
+    # `kernels` is from `kernels_in`. Text that is not HLO raises a ValueError.
     hlo = parse(text)
     known: dict[Computation, Schedule] = {}
 
@@ -306,7 +294,7 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
 
 
 def _way(start: Instruction) -> Way:
-    """Returns a copy's direction; `to the host` unless all that it reads is there."""
+    # A copy goes `to the host` unless all that it reads is there.
     if not any(array.is_on_host for array in start.arrays):
         return "memory"
     read = [array for operand in start.operands for array in operand.arrays if array.shape]
@@ -320,7 +308,7 @@ def _operation(
     partitions: int,
     kernels: Kernels,
 ) -> Operation:
-    """Decides the class of an instruction, here and nowhere else."""
+    # The class of an instruction is decided here and nowhere else.
     work = work_of(i, kernels)
     known = (i.name, i.op_name, operands, work)
     if i.opcode == "while":

@@ -46,7 +46,6 @@ class Origins:
         return self.values.instructions[name]
 
     def loop_around(self, name: str) -> Loop | None:
-        """Returns the innermost loop around an instruction, also through calls."""
         level, seen = [self.homes[name][0]], set[Schedule]()
         while level:
             schedule = level.pop()
@@ -62,8 +61,7 @@ class Origins:
     def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
         """Returns an instruction's traced operation and lines.
 
-        If the compiler merged several, they are those of one inside, else of the nearest operand or
-        user.
+        Merged instructions have those of one inside, else of the nearest operand or user.
         """
         if i not in self._origins:
             self._origins[i] = self._origin(i)
@@ -102,7 +100,7 @@ class Origins:
         return not any(map(_is_collective, named))
 
     def is_written(self, name: str, collective: str) -> bool:
-        """Returns whether the traced program has this collective of `jax.lax` here."""
+        """Returns whether the traced program has this collective."""
         return any(_lax_name(one) == collective for one in self._primitives(name))
 
     def is_started(self, name: str) -> bool:
@@ -130,7 +128,7 @@ class Origins:
         return f"{what} ({chain_text(chain, own_line(lines))})" if chain else what
 
     def argument(self, value: Value) -> str | None:
-        """Returns the program's argument that a value is; state that a loop changes is none."""
+        # State that a loop changes is no argument.
         found, seen, level = set[str](), set[Value](), [value]
         while level:
             value = level.pop()
@@ -147,7 +145,7 @@ class Origins:
         return found.pop() if len(found) == 1 else None
 
     def arguments(self, name: str) -> list[str]:
-        """Returns the arguments of a collective's operand and users, the nearest first."""
+        """Returns operands' and users' arguments, the nearest first."""
         collective = self.values.collective(name)
         if collective is None:
             return []

@@ -1,4 +1,4 @@
-"""The user's lines and named scopes that a program's instructions come from."""
+"""User lines and named scopes of a program's instructions."""
 
 import re
 import sysconfig
@@ -69,7 +69,7 @@ class Line:
         return not _is_installed(self.file) or any(map(self.is_of, _OWN.get()))
 
     def is_of(self, package: str) -> bool:
-        """Returns whether it is of an installed package, by its import name or a prefix."""
+        """Returns whether it is of this installed package."""
         names = tuple(package.casefold().replace("-", "_").split("."))
         return _module(self.file)[: len(names)] == names
 
@@ -83,7 +83,7 @@ _OWN: ContextVar[tuple[str, ...]] = ContextVar("_OWN", default=())
 
 @contextmanager
 def counted_as_own(packages: Sequence[str]) -> Generator[None]:
-    """Counts lines of installed packages as the user's own inside the context."""
+    """Counts packages' lines as own inside the context."""
     before = _OWN.set(tuple(packages))
     try:
         yield
@@ -108,7 +108,7 @@ def _is_pythons(file: str) -> bool:
 
 
 def _is_around(file: str) -> bool:
-    """Returns whether a file wraps any function, such as checks of arguments."""
+    """Returns whether a file wraps any function."""
     return _is_pythons(file) or _module(file)[:1] in _CHECKS
 
 
@@ -120,7 +120,7 @@ def _module(file: str) -> tuple[str, ...]:
 
 
 class Sources:
-    """The stack frames at the start of a module's text."""
+    """The stack frames at a module text's start."""
 
     def __init__(self, text: str) -> None:
         tables: dict[str, dict[int, str]] = {}
@@ -155,10 +155,7 @@ class Sources:
         return tuple(found)
 
     def chain(self, lines: Sequence[Line]) -> tuple[Line, ...]:
-        """Returns an instruction's lines that tell it from others, the innermost first.
-
-        If they are many, functions with one line in the program, such as wrappers, are left out.
-        """
+        # Long chains lose functions with one line in the program, such as wrappers.
         lines = [line for line in lines if not _is_around(line.file)]
         driver = (n for n, line in enumerate(lines) if _is_within(line.file, _TOOLS))
         lines = lines[: next(driver, len(lines))]
@@ -188,12 +185,11 @@ def _unquoted(text: str) -> str:
 
 
 def own_line(lines: Sequence[Line]) -> Line | None:
-    """Returns the user's innermost line, or else the innermost."""
+    """Returns the user's innermost line, else the innermost."""
     return next((line for line in lines if line.is_own), next(iter(lines), None))
 
 
 def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
-    """Returns the innermost frames of a chain, and always the user's own."""
     own = own_line(chain)
     if own is None or own in chain[:MOST_FRAMES]:
         return tuple(chain[:MOST_FRAMES])
@@ -201,7 +197,7 @@ def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
 
 
 def chain_text(chain: Sequence[Line], own: Line | None) -> str:
-    """Returns frames as `linear.py:287 < model.py:14 in Attention.__call__ < model.py:23`."""
+    """Returns text such as `a.py:28 < b.py:14 in f`."""
     return " < ".join(str(line) if line == own else line.short for line in chain)
 
 
@@ -213,10 +209,7 @@ def line_of(eqn: core.JaxprEqn) -> Line | None:
 
 
 def scopes_of(op_name: str) -> tuple[str, ...]:
-    """Returns the scopes (`jax.named_scope`, modules) in an operation's name.
-
-    `jit(step)/transpose(jvp(mlp))/while/body/attention/dot_general` is in `mlp` and `attention`.
-    """
+    # `jit(step)/transpose(jvp(mlp))/while/body/attention/dot_general` is in `mlp`, `attention`.
     found: list[str] = []
     for part in _parts(op_name)[:-1]:
         if _CALLED.match(part):

@@ -12,7 +12,7 @@ _VMEM = 1  # HLO's number of the memory
 
 
 def moved_by(i: Instruction) -> tuple[int, int, int]:
-    """Returns bytes read and written, those of them in VMEM, and how many numbers."""
+    """Returns bytes moved, bytes in VMEM, and numbers."""
     moved = in_vmem = elements = 0.0
     for x, size in (*zip(i.operands, _read(i), strict=True), (i, _written(i))):
         share = size / max(x.bytes, 1)
@@ -25,7 +25,7 @@ def moved_by(i: Instruction) -> tuple[int, int, int]:
 
 
 def _read(i: Instruction) -> list[int]:
-    """Returns bytes read of each operand; of slices and gathers the used part."""
+    """Returns bytes read; of slices the used part."""
     read = [operand.bytes for operand in i.operands]
     if i.opcode in _SLICES:
         read[0] = min(read[0], i.bytes)
@@ -41,7 +41,7 @@ def _read(i: Instruction) -> list[int]:
 
 
 def _written(i: Instruction) -> int:
-    """Returns bytes written; of an updated buffer, only the update."""
+    """Returns bytes written; of updates, only the update."""
     return sum(_updates(x) if x.opcode in _UPDATES else x.bytes for x in _results(i))
 
 
@@ -50,14 +50,14 @@ def _buffers(i: Instruction) -> int:
 
 
 def _updates(i: Instruction) -> int:
-    """Returns bytes that an update writes; a scatter also reads what it adds to."""
+    # A scatter also reads what it adds to.
     if i.opcode == "dynamic-update-slice":
         return i.operands[1].bytes
     return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
 
 
 def _results(i: Instruction) -> Iterator[Instruction]:
-    """Yields the makers of an instruction's results, also inside fusions."""
+    """Yields the results' makers, also inside fusions."""
     if i.opcode == "fusion":
         yield from _results(i.called[0].root)
     elif i.opcode == "tuple" or _is_a_view(i):
@@ -68,7 +68,7 @@ def _results(i: Instruction) -> Iterator[Instruction]:
 
 
 def _taken(inner: Computation, value: Instruction, results: frozenset[Instruction]) -> int | None:
-    """Returns bytes read of a sliced value; None if all are."""
+    """Returns bytes read; None if all are."""
     taken = 0
     for user in inner.instructions:
         for number, operand in enumerate(user.operands):

@@ -35,14 +35,12 @@ _ACROSS = {"reduce", "reduce-window", "sort", "rng-bit-generator", "iota", "cons
 
 
 class Value(NamedTuple):
-    """The result of an instruction, or an element of its tuple."""
-
     instruction: Instruction
     element: int | None = None
 
     @property
     def kind(self) -> str:
-        """Returns the opcode, the same for start, update and done."""
+        """Returns the opcode without start, update or done."""
         opcode = self.instruction.opcode
         for ending in ("-start", "-update", "-done"):
             opcode = opcode.removesuffix(ending)
@@ -50,7 +48,7 @@ class Value(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Returns whether it only changes the place or form of numbers."""
+        """Returns whether it only moves or reforms numbers."""
         return self.kind in _MOVES
 
     @property
@@ -59,12 +57,12 @@ class Value(NamedTuple):
 
     @property
     def multiplies(self) -> bool:
-        """Returns whether it is a product, a gather or a scatter."""
+        """Returns whether it is product, gather or scatter."""
         return self.kind in _PRODUCTS
 
     @property
     def is_linear(self) -> bool:
-        """Returns whether it maps parts of a sum to parts of a sum."""
+        # It maps parts of a sum to parts of a sum.
         return self.moves or self.kind in _LINEAR
 
     @property
@@ -99,7 +97,7 @@ class Values:
         }
 
     def value(self, i: Instruction, element: int | None = None) -> Value:
-        """Returns an instruction's value, found through tuples, fusions and calls."""
+        """Returns a value through tuples, fusions and calls."""
         while True:
             if i.opcode == "get-tuple-element":
                 i, element = i.operands[0], int(i.after("index="))
@@ -115,7 +113,7 @@ class Values:
         return Value(i, element if keeps and i.type_text.startswith("(") else None)
 
     def maker(self, i: Instruction) -> Value:
-        """Returns the maker of a value, also outside of its computation."""
+        """Returns the maker, also outside of its computation."""
         value = self.value(i)
         while value.kind == "parameter":
             sources = [source for source in self.sources(value) if source != value]
@@ -197,7 +195,6 @@ class Values:
         return [self.value(root, n) for n in range(len(root.arrays))]
 
     def collective(self, name: str) -> Instruction | None:
-        """Returns the collective in a named start or fusion."""
         i = self.instructions.get(name)
         if i is not None and i.opcode == "call-update" and i.operands:
             i = i.operands[0]
@@ -205,7 +202,6 @@ class Values:
 
 
 def reached(start: Iterable[Value], step: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-    """Yields all values that steps reach, the nearest first."""
     level, seen = list(start), set[Value]()
     while level:
         following: list[Value] = []

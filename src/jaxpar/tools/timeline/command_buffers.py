@@ -1,8 +1,8 @@
-"""Names the instructions of kernels in command buffers, which CUDA launches as one graph.
+"""Names the instructions of kernels in CUDA's command buffers, which launch as one graph.
 
 A profile has only the buffer's and the kernel's name. XLA names its own kernels after an
 instruction (`fusion_18` for `fusion.18`); library kernels have other names. A buffer keeps the
-schedule's order, so an unknown kernel belongs between the instructions of its known neighbours.
+schedule's order, so an unknown kernel lies between the instructions of its known neighbours.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxpar.tools.timeline.planes import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:
-    """Returns what ran, by start, with kernels of buffers named after instructions."""
+    """Returns what ran, with instructions' names."""
     ran = sorted(ran, key=lambda one: one.start)
     launches: dict[tuple[str, int], list[int]] = {}  # indices into `ran`, by launch of a buffer
     for place, one in enumerate(ran):
@@ -29,7 +29,7 @@ def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list
 
 
 def _named(kernels: Sequence[str], schedules: Sequence[Schedule]) -> list[str]:
-    """Returns a buffer's instructions, from the schedule that has most of its kernels."""
+    """Returns names from the schedule that fits best."""
 
     def known(schedule: Schedule) -> int:
         return len({_kernel(one) for one in schedule.operations} & set(kernels))
@@ -51,7 +51,6 @@ def _is_memset(kernel: str) -> bool:
 
 
 def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
-    """Returns the index of each kernel in the operations' kernel names `own`."""
     found: list[int] = []
     waiting: list[str] = []  # unknown kernels since the last known one
     for kernel in kernels:

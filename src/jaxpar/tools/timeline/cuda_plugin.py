@@ -43,7 +43,7 @@ def described_gpus(plugin: str) -> dict[str, str]:
 
 
 def slug(description: str) -> str:
-    """Returns a GPU's name without the vendor, in lower case with hyphens."""
+    """Returns a GPU's name without vendor, hyphenated."""
     words = re.findall(r"[a-z0-9.]+", description.lower())
     return "-".join(word for word in words if word not in ("nvidia", "tesla"))
 

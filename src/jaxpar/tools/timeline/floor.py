@@ -1,4 +1,4 @@
-"""Floors: times that no schedule beats, of computation alone or transfers alone."""
+"""Floors: times of computation or transfers that no schedule beats."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Floor:
     Attributes:
       compute: all computation.
       transfer: all bytes over all of a device's links to its group.
-      one_ring: all bytes over two links, one in each direction, the limit of a single ring. It is 0
-        for a program.
+      one_ring: all bytes over two links, one in each direction, the limit of a single ring; 0 for a
+        program.
 
     Example:
       >>> Floor(compute=2e-3, transfer=1e-3).total
@@ -52,7 +52,7 @@ class Floor:
 
     @property
     def of_one_ring(self) -> float:
-        """Returns the floor of an algorithm that uses one ring."""
+        """Returns the floor of a single ring."""
         return max(self.total, self.one_ring)
 
 
@@ -83,8 +83,8 @@ def matmul_floor(
       grad: counts three matmuls and twice the bytes.
 
     Returns:
-      A `Floor`. The matmul is compiled in one piece for its compute time. Its transfers use the
-      fewest links that a device has to its group. A GPU has one port.
+      A `Floor`. The matmul is compiled in one piece. Transfers use the fewest links that a device
+      has to its group; a GPU has one port.
 
     Raises:
       ValueError: no figures of the chip; subscripts that do not fit the shapes.
@@ -132,7 +132,7 @@ def program_floor(
     Args:
       program: from `compile_for`.
       played: its timeline, if you have it already.
-      chip: figures to use instead of the target's.
+      chip: figures instead of the target's.
 
     Returns:
       A `Floor`. FLOPs are those of the traced or the compiled matmuls, whichever are fewer.

@@ -1,4 +1,4 @@
-"""Traces steps that a framework has jitted, or that compute during tracing."""
+"""Traces steps that a framework jitted, or that compute during tracing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 
 def traced_by_jax(traced: Any) -> Any:
-    """Returns JAX's stage, which a framework's stage may contain."""
     return getattr(traced, "traced", traced)  # flax wraps JAX's
 
 
@@ -20,10 +19,8 @@ def traced_by_jax(traced: Any) -> Any:
 class Traced:
     """The result of tracing.
 
-    Attributes:
-      stage: of JAX.
-      is_of_function: whether compiling the function compiles this stage. It is False for a
-        framework's function, and if described devices cannot run what it computes during tracing.
+    `is_of_function`: whether compiling the function compiles `stage`. It is False for a
+    framework's function, and if described devices cannot run what is computed during tracing.
     """
 
     stage: Any
@@ -53,7 +50,6 @@ def donated_by(traced: Any) -> set[core.Var]:
 
 
 def donated_inside(jaxpr: core.Jaxpr) -> set[core.Var]:
-    """Returns the arguments that inner jitted functions donate."""
     given = {
         var
         for eqn in jaxpr.eqns

@@ -1,8 +1,7 @@
-"""XLA's measured times of GPU matmuls and collectives, from tables in the CUDA plugin.
+"""XLA's measured times of GPU matmuls and collectives, from the CUDA plugin.
 
-Between two sizes, times are interpolated in logarithms. Beyond the largest size they grow with the
-work. Below the smallest size of matmuls there is none. A GPU without a table uses another's, scaled
-by their peaks or links.
+Times are interpolated in logarithms, and grow with the work beyond the largest size. Below the
+smallest matmul there are none. A GPU without a table uses another's, scaled by peaks or links.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class GpuTables:
     def matmul(self, dtypes: str, sizes: Sizes) -> float | None:
         """Returns the seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k].
 
-        8-bit numbers take at least half of bfloat16's time: some rates of the tables are above the
-        peak.
+        8 bits take at least half of bfloat16's time: some rates of the tables exceed the peak.
         """
         if not sizes:
             return None
@@ -68,7 +66,6 @@ class GpuTables:
         return max(own or 0.0, wide * bits / 16)
 
     def has(self, dtypes: str, sizes: Sizes) -> bool:
-        """Returns whether a table covers these sizes."""
         narrow = {} if _bits(dtypes) > 16 else self._of("bf16xbf16")
         return _is_within(self._of(dtypes) or narrow, sizes)
 
@@ -82,7 +79,7 @@ class GpuTables:
         return _is_within(table, (max(whole, *min(table, default=(0,))),))
 
     def collective(self, kind: str, group: int, whole: float) -> float | None:
-        """Returns the seconds of a collective, by group size and the array's bytes."""
+        # `whole` is the array's bytes.
         table = self.collectives.get((kind, group), {})
         return _between(table, (max(whole, *min(table, default=(0,))),))
 
@@ -100,7 +97,7 @@ class GpuTables:
 
 
 def _bits(dtypes: str) -> int:
-    """Returns the bits of the wider operand; truth values count as 32."""
+    # The wider operand counts; truth values count as 32.
     operands = dtypes.partition("->")[0]
     return max(map(int, re.findall(r"(?:^|x)[a-z]+(\d+)", operands)), default=32)
 
@@ -117,7 +114,6 @@ def _is_within(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> bool:
 
 
 def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | None:
-    """Returns an interpolated time, or None."""
     grids = _grids(tuple(table))
     if not grids or any(size < grid[0] for size, grid in zip(sizes, grids, strict=True)):
         return None
@@ -146,7 +142,7 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
 
 
 def measured_on(kind: str) -> tuple[str, str] | None:
-    """Returns the GPUs on which a kind's tables of matmuls and collectives were measured."""
+    """Returns the GPUs behind a kind's tables."""
     keys = _keys(kind)
     return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
 
@@ -189,7 +185,6 @@ def _matmuls(data: Any, key: str) -> dict[str, dict[Sizes, float]]:
 
 
 def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float]]:
-    """Reads `DeviceHloInstructionProfiles`, a map with devices as keys."""
     name = b"\x0a" + bytes([len(key)]) + key.encode() + b"\x12"
     times: dict[tuple[str, int], dict[Sizes, float]] = defaultdict(dict)
     if (at := data.find(name)) < 0:
@@ -215,7 +210,7 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
 
 
 def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
-    """Returns a permute's kind in the tables: swapping, one way, or neither."""
+    """Returns the kind: swapping, one way, or neither."""
     sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
     if set(pairs) == {(target, source) for source, target in pairs}:
         return "collective-permute, swapping"
@@ -223,7 +218,7 @@ def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
-    """Returns times that never fall with size: single points are far off."""
+    # Single points are far off, so times must not fall with size.
     least, found = inf, dict[Sizes, float]()
     for sizes in sorted(table, reverse=True):
         found[sizes] = least = min(least, table[sizes])
@@ -249,7 +244,6 @@ def _numbers(packed: bytes) -> Iterator[int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields a message's fields by number: integers or bytes."""
     at = 0
     while at < len(data):
         key, at = _number(data, at)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def impossible(why: str, text: str) -> RuntimeError:
-    """Saves a program's text for a report; returns an error that says why and names the file."""
+    """Returns an error that names the saved program."""
     file = Path(tempfile.mkdtemp(prefix="jaxpar-report-")) / "program.txt"
     file.write_text(text)
     return RuntimeError(

@@ -1,4 +1,4 @@
-"""The links between described devices, and the time of transfers over them."""
+"""Links between described devices, and their transfer times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Route:
-    """The cost of one byte per device: seconds on each link, and hops that add latency."""
+    """Seconds a byte on each link, and hops."""
 
     links: Int[np.ndarray, "used"]  # indices of the links in use
     seconds: Float[np.ndarray, "used"]  # of each of them
@@ -49,8 +49,7 @@ class Transfer:
 
 
 class Links:
-    """All links of a target; partitions are in mesh order."""
-
+    # Partitions are in mesh order.
     def __init__(self, mesh: Mesh, chip: Chip) -> None:
         self.mesh, self.chip = mesh, chip
         devices = list(mesh.devices.flat)
@@ -69,7 +68,6 @@ class Links:
         self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by names of axes
 
     def transfer(self, message: Message, share: float) -> Transfer:
-        """Returns the transfer of this share of a message."""
         payload, kind = message.payload * share, message.kind
         if kind == "collective-permute":
             row, route = self._lane(message.pairs), self.permute(message.pairs).of(payload)
@@ -91,7 +89,7 @@ class Links:
         return Transfer(row, sent, route)
 
     def latency(self, route: Route) -> float:
-        """Returns a message's seconds beyond those of its bytes."""
+        """Returns a message's seconds beyond its bytes'."""
         hops = route.hops * self.chip.latency
         if route.in_pieces:
             hops = max(0.0, hops - float(route.seconds.max(initial=0.0)))
@@ -100,7 +98,7 @@ class Links:
     def _measured(
         self, kind: str, groups: Groups, size: int, whole: float
     ) -> tuple[Route, bool] | None:
-        """Returns a table's route, and whether the table covers the size."""
+        """Returns a table's route, and whether it fits."""
         if self.tables is None or any(len(set(self.host[list(group)])) > 1 for group in groups):
             return None
         seconds = self.tables.collective(kind, size, whole) if groups else None
@@ -111,7 +109,7 @@ class Links:
         return Route(ports, np.full(len(ports), seconds), 0), is_within
 
     def _lane(self, pairs: Pairs) -> str:
-        """Returns a permute's row; rings over the same axes are numbered, first direction `+`."""
+        # Rings over the same axes are numbered. The first direction is `+`.
         name = lane_of(self.mesh, pairs)
         sources, targets = map(set, zip(*pairs, strict=True))
         if name == "itself" or name[-1:].isdecimal() or sources != targets:
@@ -123,7 +121,7 @@ class Links:
         return f"{name} ring {number}{'+' if set(pairs) == set(first) else '-'}"
 
     def used(self, transfer: Transfer) -> float:
-        """Returns over how many links a device sends, on average."""
+        """Returns how many links a device uses, on average."""
         if not self.chip.torus:
             return 1.0
         senders = np.unique(transfer.route.links // (2 * len(self.extent)))
@@ -131,21 +129,21 @@ class Links:
 
     @cached_property
     def there(self) -> int:
-        """Returns how many links a device has; a port counts as one."""
+        # A port counts as one.
         if not self.chip.torus:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
         return sum(both_ways)
 
     def least(self, transfer: Event) -> float:
-        """Returns the seconds of a transfer's bytes over all of a device's links."""
+        """Returns a transfer's seconds over all links."""
         sent = transfer.bytes
         if not self.chip.torus and transfer.row.endswith("all-reduce"):
             sent /= 2  # a GPU's switch may add on the way
         return sent / (max(1, self.there) * self.chip.link)
 
     def within(self, groups: Groups) -> int:
-        """Returns the fewest links that a device has to its group."""
+        """Returns a device's fewest links to its group."""
         if not self.chip.torus:
             return 1
         return min(map(self._degree, groups))
@@ -175,8 +173,8 @@ class Links:
         """Returns the route of XLA's own collective, per byte of the full array.
 
         A gather is one pass. A closed dimension has two directions. An open one has one, because
-        data returns over the same links. Groups interleaved along one dimension share its links.
-        Over several dimensions, only cores of the same chips share.
+        data returns over its links. Groups interleaved along a dimension share its links. Over
+        several dimensions, only cores of a chip share.
         """
         members = np.array(groups)  # [groups, size]
         size = members.shape[1]
@@ -211,7 +209,6 @@ class Links:
         return np.minimum(load, 1.0)
 
     def _ports(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
-        """Returns the messages over each port, of switch and network."""
         load = np.zeros((4, self.devices))  # out and in, through the switch and through the network
         load[:2, members.reshape(-1)] = 1.0
         for group in members:
@@ -249,7 +246,7 @@ class Links:
     def _load(
         self, source: Int[np.ndarray, "messages"], target: Int[np.ndarray, "messages"]
     ) -> tuple[Float[np.ndarray, "links"], int]:
-        """Returns the messages over each link and the most hops. Messages go axis by axis."""
+        # Messages go axis by axis.
         load = np.zeros(self.count)
         if not self.chip.torus:
             across = self.host[source] != self.host[target]
@@ -284,7 +281,7 @@ def _switch_of(gpu: Any, chip: Chip) -> int:
 
 
 def lane_of(mesh: Mesh, pairs: Pairs) -> str:
-    """Names a permute by its mesh axes, as in `"tp +1"`."""
+    """Names a permute by axes, as in `"tp +1"`."""
     shape = tuple(mesh.shape.values())
     source, target = (
         np.array(np.unravel_index(np.array(p), shape)) for p in zip(*pairs, strict=True)

@@ -1,4 +1,4 @@
-"""Makes events of a timeline from what ran on a device."""
+"""Makes a timeline's events from what ran on a device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Measured:
         return tuple(self._queued(events))
 
     def utilisation(self, total: float) -> float:
-        """Returns the share of `total` that the used links need at published speed."""
+        # The used links run at their published speed.
         used = self.busy[self.busy > 0]
         return float(used.mean() / total) if used.size and total else 0.0
 
@@ -140,7 +140,7 @@ class Measured:
         )
 
     def _queued(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Sets how long each transfer's links were busy before it."""
+        """Sets how long links were busy before transfers."""
         free = np.zeros(self.busy.size)  # when earlier transfers have left each link
         for event in events:
             transfer = self._transfers.get(event.name) if event.kind == "transfer" else None
@@ -163,7 +163,6 @@ class Measured:
 
 
 def _by_name(one: Ran) -> Operation:
-    """Returns an operation for an instruction that only the trace names."""
     said = [word.lower().replace("_", "-") for word in (one.kind, one.name) if word]
     is_matmul = any(word in text for text in said for word in _MATMULS)
     known = (one.name, one.op, (), Demand(is_matmul=is_matmul))
@@ -180,7 +179,7 @@ def _by_name(one: Ran) -> Operation:
 
 
 def _until_done(ran: Sequence[Ran], known: Mapping[str, Operation]) -> Iterator[Ran]:
-    """Yields what ran on threads, until noticed as done or until a user of its result began."""
+    """Yields what ran, until done or used."""
     users: dict[str, list[Operation]] = defaultdict(list)
     for operation in known.values():
         for operand in operation.operands:
@@ -214,7 +213,6 @@ class _During:
 
 
 def _waits(events: Sequence[Event]) -> Iterator[Event]:
-    """Yields the gaps of computation during transfers, for the first to arrive."""
     transfers = _During(event for event in events if event.kind == "transfer")
     for begin, end in _gaps(event for event in events if event.kind == "compute"):
         near = transfers.at(begin, end)

@@ -1,8 +1,8 @@
-"""Reads which instructions ran on each device, and when, from a profiler's trace.
+"""Reads what ran on each device, and when, from a profiler's trace.
 
-A TPU has lines for runs of programs, the core's instructions and asynchronous operations. A GPU has
-a line per stream. CPU devices share threads, and events name their device. Work that outlasts its
-event has another event at its end.
+A TPU has lines for runs, instructions and asynchronous operations, a GPU one per stream. CPU
+devices share threads; events name their device. Work that outlasts its event has another event at
+its end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Device:
 
 
 def devices_of(data: Any) -> dict[str, Device]:
-    """Returns the devices of one host that ran instructions, such as `"TPU:0"`."""
     found: dict[str, Device] = {}
     for plane in data.planes:
         if match := _TPU.fullmatch(plane.name):
@@ -71,7 +70,7 @@ def devices_of(data: Any) -> dict[str, Device]:
 
 
 def _tpu(plane: Any) -> Device:
-    """Assigns the core's instructions to the runs that contain them."""
+    """Assigns instructions to the runs that contain them."""
     runs: list[Ran] = []
     ran: list[Ran] = []
     for line in plane.lines:
@@ -115,7 +114,6 @@ def _of_streams(plane: Any) -> Iterator[Ran]:
 
 
 def _of_threads(plane: Any) -> dict[int, list[Ran]]:
-    """Returns what ran on each CPU device; a number joins work to its end."""
     ran: list[tuple[int, Any, Ran]] = []
     ended: dict[Any, float] = {}
     for line in plane.lines:
@@ -147,7 +145,7 @@ def _stats(event: Any) -> Stats:
 
 
 def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
-    """Returns all hosts' devices; with several hosts, names begin with the host."""
+    # With several hosts, names begin with the host.
     return {
         f"{host} {name}" if len(hosts) > 1 else name: device
         for host, data in hosts.items()
@@ -156,10 +154,7 @@ def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
 
 
 def apart(ran: Iterable[Ran], once: set[str]) -> list[list[Ran]]:
-    """Splits runs that the trace does not separate, by instructions that run once in each.
-
-    One instruction may launch several kernels in a row.
-    """
+    # The trace does not separate these runs. One instruction may launch several kernels in a row.
     found: list[list[Ran]] = [[]]
     seen, last = set[str](), ""
     for one in ran:

@@ -134,13 +134,12 @@ class Player:
             self.run(body)
 
     def _branch(self, conditional: Conditional) -> Schedule:
-        """Returns the taken branch; if unknown, the one that computes longest."""
+        """Returns the taken branch, else the longest."""
         if conditional.taken is not None:
             return conditional.runs[conditional.taken]
         return max(conditional.runs, key=self._length)
 
     def _computing(self, schedule: Schedule) -> float:
-        """Returns how long a schedule computes, to compare branches; loops count once."""
         total = 0.0
         for operation in schedule.operations:
             match operation:
@@ -173,7 +172,7 @@ class Player:
                 beside.covers.append(operation.name)
 
     def _seconds(self, work: Demand) -> float:
-        """Returns the longest time of three: multiplying, HBM traffic, vector operations."""
+        """Returns the longest of multiplying, HBM, vector time."""
         speed = self._reached * self.chip.hbm
         memory = (work.moved - work.in_vmem) / speed
         if self.chip.clock:
@@ -195,7 +194,7 @@ class Player:
         return max(memory, cycles)
 
     def _multiplying(self, matmul: Matmul) -> float:
-        """Returns a table's time, or the time at peak if that is longer."""
+        """Returns the longer of table's and peak time."""
         measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
         found = max(self._at_peak(matmul), measured or 0.0)
         return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
@@ -258,7 +257,7 @@ class Player:
             self.now = until
 
     def finish(self) -> tuple[Event, ...]:
-        """Returns the events by time, with transfers that nothing has waited for."""
+        # Transfers that nothing has waited for are added.
         pending = [one.event for one in self.under_way.open if one.event is not None]
         self.events += [event for event in pending if event.kind == "transfer"]
         return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))

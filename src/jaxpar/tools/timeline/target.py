@@ -1,4 +1,4 @@
-"""Targets: described TPU slices and GPU hosts, with a mesh over their devices."""
+"""Targets: described TPU slices and GPU hosts with a mesh."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Target:
 
     Attributes:
       name: as given to `target`.
-      mesh: a `jax.sharding.Mesh`, for shardings and `shard_map`.
+      mesh: a `jax.sharding.Mesh`.
       chip: figures of one device, or None.
 
     Example:
@@ -80,10 +80,7 @@ def _with_measured_links(chip: Chip) -> Chip:
 
 
 def measured_of(chip: Chip) -> GpuTables | None:
-    """Returns XLA's tables for a GPU with measured figures, or None.
-
-    The network between hosts is in no table and may differ.
-    """
+    # The network between hosts is in no table and may differ.
     plugin = find_plugin()
     known = chip_of(chip.kind)
     if chip.torus or plugin is None or known is None:
@@ -104,7 +101,7 @@ def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
 
 
 def between_slices(mesh: Mesh) -> str:
-    """Returns why a mesh over several TPU slices has no figures, or an empty text."""
+    """Returns why figures lack, or an empty text."""
     slices = {slice_of(device) for device in mesh.devices.flat if on_torus(device)}
     if len(slices) < 2:
         return ""
@@ -116,7 +113,6 @@ def between_slices(mesh: Mesh) -> str:
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
-    """Returns the given figures or the target's; raises an error without any."""
     chip = target.chip if chip is None else chip
     if (why := between_slices(target.mesh)) and (chip is None or chip.torus):
         raise value_error(why)
@@ -155,7 +151,7 @@ def target(
       A `Target`. Described devices cannot run anything.
 
     Raises:
-      ImportError: the compiler is not installed; the message names the extra that brings it.
+      ImportError: the compiler is not installed; the message names its extra.
       ValueError: an unknown chip or slice; axes that do not fit the devices; unknown `figures`.
 
     Example:
@@ -209,7 +205,7 @@ def _tpu_devices(name: str) -> list[Any]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Generator[None, None, None]:
-    """Sets missing variables temporarily: real devices must not start with them."""
+    # The variables are temporary: real devices must not start with them.
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:

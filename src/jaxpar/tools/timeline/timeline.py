@@ -85,8 +85,8 @@ class CompiledProgram:
 
     @cached_property
     def module(self) -> Module:
-        """Returns the program's operations."""
         # Imported here: a text without a traced program does not need it.
+        """Returns the program's operations."""
         from jaxpar.tools.program.flops import kernels_in
 
         return read(self.text, None if self.jaxpr is None else kernels_in(self.jaxpr))
@@ -178,7 +178,6 @@ def compile_for(
 def of_arrays(
     function: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a function of the arrays alone, and its arguments with None for other leaves."""
     leaves, tree = jax.tree.flatten(tuple(args))
     if all(map(is_array, leaves)):
         return function, tuple(args)
@@ -195,10 +194,7 @@ def of_arrays(
 def replayed(
     function: Any, traced: Any, args: Sequence[Any], donated: Collection[core.Var]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a `jax.jit` function that repeats a traced one, and its arguments.
-
-    It donates the given variables. Its results include arguments that a framework changes in place.
-    """
+    """Returns a jitted repetition; results include changed arguments."""
     leaves, closed = jax.tree.leaves(tuple(args)), traced.jaxpr
     places = list(_places(closed.in_avals, leaves))
 
@@ -226,7 +222,7 @@ def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[in
 
 
 def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
-    """Yields the leaf of each traced argument; frameworks may trace a shared array once."""
+    # Frameworks may trace a shared array once.
     found = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
     if len(found) > len(inputs):
         found = sorted({id(leaves[place]): place for place in reversed(found)}.values())
@@ -263,7 +259,7 @@ def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
 
 
 def _memory(text: str, *, peak: int, **sizes: int) -> Memory:
-    """Returns the plan with a peak of HBM; the compiler's peak also counts host arrays (`S(5)`)."""
+    # The compiler's peak also counts host arrays (`S(5)`).
     held = sizes["arguments"] + sizes["outputs"] + sizes["temporaries"] - sizes["aliased"]
     return Memory(**sizes, peak=held if "S(5)" in text or not peak else peak)
 
@@ -301,12 +297,12 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float:
-        """Returns the share of transfer time that nothing waits for; 1 without transfers."""
+        """Returns the share of transfer time without waits; 1 without transfers."""
         return 1.0 if not self.transfer else max(0.0, 1 - self.exposed / self.transfer)
 
     @property
     def is_least(self) -> bool:
-        """Returns whether the total lacks part of a loop or of a kernel."""
+        """Returns whether part of a loop or kernel is missing."""
         return bool(self.loops_of_unknown_length or self.kernels_of_unknown_cost)
 
     @property
@@ -322,15 +318,14 @@ def timeline(
 ) -> Timeline:
     """Simulates a compiled program's schedule on a model of its chip.
 
-    The compiler sets the order of instructions, starts and dones. A TPU's matmul takes the
-    compiler's cycles, up to a limit from its bytes and FLOPs. A pass over memory takes the time of
-    its bytes. GPU matmuls and collectives take XLA's measured times if the CUDA plugin has them.
-    Otherwise they take a roofline: the longer of FLOPs at peak and bytes at full speed. A kernel's
-    FLOPs and bytes come from its estimate or its jaxpr. On TPU its vector operations are a lower
-    limit. In a grouped matmul, a tile that two groups share counts twice. A transfer takes its
-    start, a latency per hop, and its bytes over its links' bandwidth. Transfers that share a link
-    run one by one. A done instruction waits for its transfer. Transfers take no memory bandwidth,
-    and those of a SparseCore no compute, because their contention is not published.
+    The compiler sets the order of instructions. A TPU's matmul takes the compiler's cycles, up to a
+    limit from its bytes and FLOPs. A pass over memory takes the time of its bytes. GPU matmuls and
+    collectives take XLA's measured times if the CUDA plugin has them, otherwise a roofline: the
+    longer of FLOPs at peak and bytes at full speed. A kernel's FLOPs and bytes come from its
+    estimate or its jaxpr. On TPU its vector operations are a lower limit. In a grouped matmul, a
+    tile that two groups share counts twice. A transfer takes its start, a latency per hop, and its
+    bytes over its links' bandwidth. Transfers that share a link run one by one. They take no memory
+    bandwidth, and on a SparseCore no compute, because their contention is not published.
 
     Args:
       program: from `compile_for`.
@@ -343,8 +338,8 @@ def timeline(
 
     Raises:
       ValueError: no figures of the chip, and none given.
-      RuntimeError: a prediction below the program's floor, or a transfer faster than its links.
-        This is a fault of jaxpar; the message names a file with the program's text, for a report.
+      RuntimeError: a prediction below the program's floor, or a transfer faster than its links: a
+        fault of jaxpar. The message names a file with the program's text, for a report.
 
     Example:
       >>> from jaxpar.schedule import compile_for, target, timeline
@@ -410,7 +405,7 @@ def _estimate(chip: Chip, beyond: float) -> str:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Returns the seconds with at least one event under way."""
+    """Returns seconds with an event under way."""
     total, reached = 0.0, 0.0
     for start, end in sorted((e.start, e.end) for e in events):
         total += max(0.0, end - max(start, reached))

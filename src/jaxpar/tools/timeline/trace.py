@@ -123,7 +123,6 @@ def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
 
 
 def _once(program: CompiledProgram | None) -> set[str]:
-    """Returns the instructions that run once in each run."""
     if program is None:
         return set()
     entry = program.module.entry.operations
@@ -133,10 +132,7 @@ def _once(program: CompiledProgram | None) -> set[str]:
 def _ran_of(
     program: CompiledProgram | None, device: Device, known: Mapping[str, Operation]
 ) -> list[Ran]:
-    """Returns what ran of a program: of several with its name, the one with most of its time.
-
-    Without `program`, returns the one that took the most time.
-    """
+    """Returns what ran of the longest such program."""
     programs = device.programs()
     if program is None:
         return max(programs.values(), key=_length)

@@ -1,4 +1,4 @@
-"""Collectives and copies that were started and are not done."""
+"""Started collectives and copies that are not done."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,11 +17,7 @@ class Open(Generic[Held]):
 
 
 class UnderWay(Generic[Held]):
-    """All started and unfinished operations, in order.
-
-    A loop may start one again before it waits for the previous iteration's.
-    """
-
+    # A loop may start one again before it waits for the previous iteration's.
     def __init__(self) -> None:
         self.open: list[Open[Held]] = []
 
@@ -40,7 +36,7 @@ class UnderWay(Generic[Held]):
         return found
 
     def has(self, collective: Collective) -> bool:
-        """Returns whether a fused collective is part of an open one."""
+        """Returns whether an open one contains this collective."""
         found = self.used(collective) if collective.is_fused else None
         return (
             found is not None
@@ -49,7 +45,6 @@ class UnderWay(Generic[Held]):
         )
 
     def used(self, operation: Operation) -> Open[Held] | None:
-        """Returns the open start that an operation uses, also through operands."""
         seen: set[Operation] = set()
         operands = deque(operation.operands)
         while operands:
