@@ -49,7 +49,6 @@ class RingAttention:
 
     def own_tiles(self, length: int) -> tuple[list[Tile], list[Tile]]:
         """Returns the local block's tiles: those of each run, and those between runs."""
-        # If there are more than two runs, none is shorter than the window: it sees its neighbours.
         runs = self._runs(length)
         if self.window == (None, None):
             return [Tile(run, (0, length)) for run in runs], []
@@ -147,7 +146,6 @@ class RingAttention:
 
     def split(self, block: Any, parts: int) -> list[Any]:
         """Splits keys into `parts` lanes, or into one if they do not divide."""
-        # A lane has a run of every chunk, so that half of each of its tiles is seen.
         chunks, length = self.chunks, block.k.shape[-2]
         run = length // (parts * chunks)
         if parts == 1 or run * parts * chunks != length:
@@ -178,7 +176,6 @@ class RingAttention:
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
         """Returns which lane of its block an arrival is."""
-        # Arrivals from several directions of one ring are the same lane of different blocks.
         return number * (length // keys) // count
 
 
