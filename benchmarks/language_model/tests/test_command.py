@@ -95,7 +95,7 @@ def test_draws_one_curve(tmp_path):
     ("args", "message"),
     [
         (["--mesh", "pp=2"], "--mesh pp=2: 'pp=2' is not one of dp, fsdp, ep, cp, tp"),
-        (["--mesh", "dp=16"], "= 16 devices, but there are 8"),
+        (["--mesh", "dp=16"], "--mesh dp=16 takes 16 devices, but there are 8; use --mesh dp=8"),
         (["--kv-heads", "3"], "2 heads do not divide among 3 key-value heads"),
         (["--heads", "3"], "--width 16 does not divide among --heads 3; give --head-size"),
         (["--head-size", "3"], "the head size 3 is odd"),

@@ -128,8 +128,8 @@ def test_meshes():
         ("pp=2", "'pp=2' is not one of dp, fsdp, ep, cp, tp, each once"),
         ("tp=2,tp=4", "'tp=4' is not one of"),
         ("tp", "'tp' is not one of"),
-        ("dp=16", "dp=16 x .* = 16 devices, but there are 8; a size of -1"),
-        ("dp=-1,tp=-1", "are -1; a size of -1 takes what the other axes leave"),
+        ("dp=16", "--mesh dp=16 takes 16 devices, but there are 8; use --mesh dp=8"),
+        ("dp=-1,tp=-1", "are -1; give the sizes of all of them but one"),
         ("dp=3,tp=-1", "take 3, which does not divide 8"),
     ],
 )

@@ -11,7 +11,7 @@ Function = Callable[..., Any]
 
 
 def with_derivative(function: Function, fwd: Function, bwd: Function, statics: int = 1) -> Function:
-    """Returns `function(how, *operands)` with the derivative `fwd` and `bwd`, as in `jax.custom_vjp`.
+    """Returns `function(how, *operands)` with a derivative, as in `jax.custom_vjp`.
 
     The first `statics` arguments are static. If `how.derived_by_jax`, JAX derives the function.
     """

@@ -26,7 +26,6 @@ class SoftmaxState(NamedTuple):
     # The mean of values. `attend` returns a sum instead, weighted by exp(score - top). A sum until
     # the end would take fewer operations, but made no training step shorter (v5p, v6e).
     out: Results
-    # Apart from `total`: their joint logarithm loses digits in float32 if scores are near -300.
     top: OfQueries  # the highest score; finite even before any
     total: OfQueries  # the sum of exp(score - top)
 

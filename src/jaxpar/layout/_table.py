@@ -37,9 +37,7 @@ class Table:
     def __init__(self, layout: Layout) -> None:
         self.mesh = dict(layout.mesh.shape)
         self.devices = layout.mesh.size
-        found = sorted(
-            layout.values(), key=lambda a: (-_replicated(a), -a.bytes_per_device, a.path)
-        )
+        found = sorted(layout.values(), key=lambda a: (-_spare(a), -a.bytes_per_device, a.path))
         self.rows = [_row(array) for array in found]
         self.bytes_per_device = sum(row["bytes_per_device"] for row in self.rows)
         self.replicated_per_device = sum(row["replicated_per_device"] for row in self.rows)
@@ -70,10 +68,9 @@ class Table:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         held = size_text(self.bytes_per_device)
         spare = size_text(self.replicated_per_device)
-        copies = max((row["copies"] for row in self.rows), default=1)
         lines.append(
             f"{len(self.rows)} arrays on {self.devices} devices ({mesh}): {held} a device, "
-            f"{spare} of it redundant" + (f" (up to {copies} copies)" if copies > 1 else "")
+            f"{spare} of it redundant"
         )
         return "\n".join(lines)
 
@@ -83,7 +80,7 @@ class Table:
     __repr__ = __str__
 
 
-def _replicated(array: ArrayLayout) -> float:
+def _spare(array: ArrayLayout) -> float:
     """Returns bytes a device that sharding over all devices would save."""
     return array.bytes_per_device * (1 - 1 / array.copies)
 
@@ -99,7 +96,7 @@ def _row(array: ArrayLayout) -> dict[str, Any]:
         "padded_shape": list(array.padded_shape),
         "bytes_per_device": array.bytes_per_device,
         "copies": array.copies,
-        "replicated_per_device": _replicated(array),
+        "replicated_per_device": _spare(array),
     }
 
 
