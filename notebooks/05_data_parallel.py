@@ -186,7 +186,8 @@ assert counts.forward_bytes == 2 * 7 / 8 * (weights + 2 * 4)
 #
 # You can differentiate inside or outside `shard_map`. Its option `check_vma` tracks over which axes
 # values vary, and can be on or off. Take one replicated weight, with the loss `weight * (i + 1)` on
-# device `i`. The gradient of the mean loss is the mean of 1, 2, ... 8, which is 4.5.
+# device `i`. The gradient of the summed loss is 1 + 2 + ... + 8 = 36. `mean_value_and_grad` returns
+# the gradient of the mean, 36 / 8.
 
 
 # %%
@@ -194,12 +195,12 @@ def local_loss(weight, x):  # weight: f32[], x: f32[1]
     return weight * x[0]
 
 
-def pmean_loss(weight, x):
-    return lax.pmean(local_loss(weight, x), "dp")
+def summed_loss(weight, x):
+    return lax.psum(local_loss(weight, x), "dp")
 
 
 def inside(weight, x):
-    return jax.grad(pmean_loss)(weight, x)[None]  # f32[1], one entry of each device
+    return jax.grad(summed_loss)(weight, x)[None]  # f32[1], one entry of each device
 
 
 def inside_with_jaxpar(weight, x):
@@ -210,7 +211,7 @@ def inside_with_jaxpar(weight, x):
 weight, one_to_eight = jnp.float32(1), jnp.arange(1.0, 9.0)
 for check_vma in (True, False):
     options = {"mesh": mesh, "in_specs": (P(), P("dp")), "check_vma": check_vma}
-    outside = jax.grad(jax.shard_map(pmean_loss, out_specs=P(), **options))
+    outside = jax.grad(jax.shard_map(summed_loss, out_specs=P(), **options))
     programs = {
         "jax.grad outside": outside,
         "jax.grad inside": jax.shard_map(inside, out_specs=P("dp"), **options),
@@ -222,13 +223,15 @@ for check_vma in (True, False):
         gradient = jax.jit(program)(weight, one_to_eight)
         print(f"check_vma={check_vma!s:5} {name:>26}: {gradient}")
         if name == "jax.grad inside" and not check_vma:
-            assert gradient.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]  # wrong
+            assert gradient.tolist() == [8, 16, 24, 32, 40, 48, 56, 64]  # wrong
+        elif name == "mean_value_and_grad inside":
+            assert np.all(gradient == 36 / 8)
         else:
-            assert np.all(gradient == 4.5)
+            assert np.all(gradient == 36)
 
 # %% [markdown]
-# One version is wrong, and only the comparison shows it. Without `check_vma` nothing averages the
-# gradients of the devices.
+# One version is wrong, and only the comparison shows it. Without `check_vma`, `jax.grad` inside makes
+# each gradient eight times too large, and does not add the devices' gradients.
 #
 # - outside: `jax.grad` is right with any `check_vma`
 # - inside: `mean_value_and_grad` is right with any `check_vma`, and reduces once

@@ -58,8 +58,8 @@ from jaxpar.testing import count_collectives, tolerance
 # %% [markdown]
 # ## 1. The same model, and attention
 #
-# Data, weights and model are the same as in notebooks 5 and 6, and so is the loss. New are the parts
-# about attention: the heads, two functions, one addition in `block`, and more weights at the end.
+# Data, weights and model are the same as in notebooks 5 and 6, and so is the loss. The parts for
+# attention are marked as new.
 
 # %%
 WORDS, BATCH, SEQUENCE, WIDTH, HIDDEN, LAYERS = 16, 32, 16, 64, 256, 4
@@ -136,9 +136,9 @@ print(f"loss with attention {expected[0]:.4f}")
 # %% [markdown]
 # ## 2. Columns, then rows
 #
-# The first MLP weight is sharded by columns. Each device computes a part of the hidden features,
-# and the activation function works on that part. The second weight is sharded by rows. It takes the
-# part and computes a partial sum of the full result:
+# The MLP's first weight is sharded by columns, so each device computes a part of the hidden
+# features. The second weight is sharded by rows. It turns the part into a partial sum of the full
+# result:
 #
 # $$\mathrm{gelu}(x\,U)\,D = \sum_i \mathrm{gelu}(x\,U_{:,i})\,D_{i,:}$$
 
@@ -177,15 +177,14 @@ print(f"forward {dict(replicated.forward)}, backward {dict(replicated.backward)}
 
 # %% [markdown]
 # `copy_region` and `reduce_region` begin and end a tensor-parallel *region*. `copy_region` sums in
-# its derivative, `reduce_region` in its value. A region costs one all-reduce forward and one
-# backward. Between regions every device has all activations and computes the same norms.
+# its derivative, `reduce_region` in its value. Between regions every device has all activations and
+# computes the same norms.
 #
 # ## 3. A sharded sequence between regions
 #
-# An all-reduce is a reduce-scatter and an all-gather. Delay the gather until the next region.
-# Between regions each device then holds an eighth of the positions, and computes an eighth of each
-# norm. The bytes stay the same. A gather before a matmul can overlap with it, and so can a scatter
-# after it.
+# An all-reduce is a reduce-scatter and an all-gather. Delay the gather until the next region. Then
+# each device holds an eighth of the positions between regions. The bytes stay the same, and both
+# transfers can overlap with a matmul.
 
 
 # %%
@@ -195,8 +194,14 @@ def tp_mlp(w, x, axis="tp"):  # x: f32[b, s/8, d]
 
 
 POSITIONS = P(None, "tp")
-SPECS = {"mesh": mesh, "in_specs": (LAYER_SPECS, POSITIONS), "out_specs": POSITIONS}
-program = jax.shard_map(tp_mlp, **SPECS)
+
+
+def on_eight_devices(local):
+    specs = {"in_specs": (LAYER_SPECS, POSITIONS), "out_specs": POSITIONS}
+    return jax.shard_map(local, mesh=mesh, **specs)
+
+
+program = on_eight_devices(tp_mlp)
 check(jaxpar.jit(program)(layer, x), mlp(layer, x))
 by_sequence = count_collectives(program, layer, x)
 print(f"a device sends {by_sequence.forward_bytes} bytes forward, with {dict(by_sequence.forward)}")
@@ -205,15 +210,14 @@ assert by_sequence.residual_bytes == replicated.residual_bytes
 
 # %% [markdown]
 # Both versions save the same bytes for the backward pass, because the gathered `x` is an operand of
-# a matmul. The sharded sequence needs less memory between regions.
+# a matmul. The sharded sequence needs less memory and work between regions.
 #
 # ## 4. Attention by heads
 #
 # A head is a set of columns of query, key and value, and a set of rows of the output projection.
 # `parallel_attention` gathers the sequence once for all three. It calls your `attend` with full
 # sequences of some heads, and scatters the result. Several query heads may share a key and value
-# head. The devices need not divide the heads evenly: `head_layout` shows which device has which
-# head.
+# head. The heads may be divided unevenly, and `head_layout` shows how.
 
 
 # %%
@@ -227,9 +231,9 @@ def tp_block(w, x):
     return x + tp_mlp(w, rms_norm(x, w["norm"]))
 
 
-program = jax.shard_map(tp_attention, **SPECS)
+program = on_eight_devices(tp_attention)
 check(jaxpar.jit(program)(layer, x), attention(layer, x))
-program = jax.shard_map(tp_block, **SPECS)
+program = on_eight_devices(tp_block)
 check(jaxpar.jit(program)(layer, x), block(layer, x))
 counts = count_collectives(program, layer, x)
 print(f"forward {dict(counts.forward)}, {counts.forward_bytes} bytes")
@@ -259,9 +263,9 @@ plt.show()
 # %% [markdown]
 # ## 5. The vocabulary, and the full model
 #
-# The vocabulary has the largest weights of a small model. The embedding is sharded by words. Each
-# device looks up the words in its shard, and the sums are scattered over positions. The loss never
-# gathers the logits. For each position the devices exchange a maximum, a sum and the label's logit.
+# The embedding is sharded by words. Each device looks up the words in its shard, and the sums are
+# scattered over positions. The loss never gathers the logits. For each position the devices
+# exchange a maximum, a sum and the label's logit.
 
 
 # %%
@@ -275,11 +279,11 @@ def tp_sum_and_count(params, batch):  # embed: f32[v/8, d]
 
 
 STACKED_SPECS = {name: P(None, *spec) for name, spec in LAYER_SPECS.items()}
-PARAMS_SPECS = {"embed": P("tp"), "layers": STACKED_SPECS}
+SPECS = {"embed": P("tp"), "layers": STACKED_SPECS}
 BATCH_SPECS = (P(), POSITIONS, POSITIONS)
 
 
-@jax.shard_map(mesh=mesh, in_specs=(PARAMS_SPECS, BATCH_SPECS), out_specs=P())
+@jax.shard_map(mesh=mesh, in_specs=(SPECS, BATCH_SPECS), out_specs=P())
 def tp_loss(params, batch):
     return mean_loss(*tp_sum_and_count(params, batch), "tp")
 
@@ -289,12 +293,12 @@ print(f"loss on eight devices {loss:.4f}, on one device {expected[0]:.4f}")
 jax.tree.map(check, (loss, gradients), expected)
 
 # %% [markdown]
-# The gradient of a norm's weights is a sum over devices. The types insert this sum.
+# The gradient of a norm's weights is a sum over devices. JAX inserts this sum.
 #
 # ## 6. A prediction for TPU
 #
-# Predicted, not measured. The example is an MLP with the sizes of Llama 3 8B on four v5p chips,
-# forward. The program by hand uses `lax` and the same compiler options.
+# Predicted, not measured: an MLP with the sizes of Llama 3 8B on four v5p chips, forward. The
+# program by hand uses `lax` and the same compiler options.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "tp=4")
@@ -325,22 +329,22 @@ for name, local in programs.items():
     line = timeline(compile_for(program, chips, big_layer, big_x))
     times[name] = line.total
     waiting = 1e6 * line.exposed
-    print(f"{name:>13}: {1e6 * line.total:.0f} us, of it {waiting:.0f} us waiting for transfers")
+    print(f"{name:>13}: {1e6 * line.total:.0f} us, {waiting:.0f} us of them waiting for transfers")
 saved = times["by hand"] - times["bidirectional"]
 print(f"bidirectional saves {1e6 * saved:.0f} us, {saved / times['by hand']:.0%}")
 assert saved > 0.2 * times["by hand"]
 
 # %% [markdown]
 # By hand, the first matmul waits for the full gather, and the scatter waits for the last matmul.
-# The layers send blocks around a ring while other blocks are multiplied. A layer by itself does
-# this by default with jax 0.12. With jax 0.10, which made the output above, name a mode.
+# The layers send blocks around a ring while other blocks are multiplied. With jax 0.12 they overlap
+# more by default. With jax 0.10, which made the output above, name a mode.
 #
 # | us | by hand | default | bidirectional |
 # |---|---|---|---|
 # | jax 0.10.2 | 2215 | 1958 | 1356 |
 # | jax 0.12.0.1 | 1758 | 1279 | 1333 |
 #
-# Inside a model, neighbouring work can hide collectives too, so a step gains less than this layer.
+# Inside a model, neighbouring work can hide collectives too, so a training step gains less.
 #
 # ## In short
 #

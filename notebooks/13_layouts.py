@@ -60,19 +60,19 @@ def loss(params, tokens):
     for block in params["blocks"]:
         y = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * block["norm"]
         x = x + jax.nn.silu(y @ block["up"]) @ block["down"]
-    logits = (x @ params["embedding"].T)[..., :WORDS]  # padding is no word
+    logits = (x @ params["embedding"].T)[..., :WORDS]  # without padding
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 # %% [markdown]
 # ## The rules
 #
-# A pattern matches the full path of a parameter. The layout checks the number of dimension names,
-# and compares the size of each name between arrays.
+# A pattern matches the full path of a parameter. Its value names the dimensions. A table then says
+# for each mesh which axis shards a name, or None. `Padded` pads a dimension that the axis does not
+# divide, here the 50 words.
 #
-# A row looked up in a table has the table's features. The batch is sharded over `fsdp` by rows.
-# Shard a table over `fsdp` by words, never by features. Otherwise activations would travel between
-# the two layouts.
+# Shard the words of an embedding table over `fsdp`, not its features. The batch is sharded over
+# `fsdp`, so each device needs all features of the words that it looks up.
 
 # %%
 RULES = {
@@ -81,13 +81,14 @@ RULES = {
     r"blocks/\d+/down": "hidden width",
     ".*norm": REPLICATED,
 }
-WHOLE = dict.fromkeys(("words", "features", "width", "hidden"))
+UNSHARDED = {"words": None, "features": None, "width": None, "hidden": None}
 MESHES = {
-    "dp=8": WHOLE,
-    "fsdp=8": WHOLE | {"words": Padded("fsdp"), "width": "fsdp"},
-    "tp=8": WHOLE | {"words": Padded("tp"), "hidden": "tp"},
-    "fsdp=2,tp=4": WHOLE | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
-    "dp=2,fsdp=2,tp=2": WHOLE | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
+    "dp=8": UNSHARDED,
+    "fsdp=8": UNSHARDED | {"words": Padded("fsdp"), "width": "fsdp"},
+    "tp=8": UNSHARDED | {"words": Padded("tp"), "hidden": "tp"},
+    "fsdp=2,tp=4": UNSHARDED | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
+    "dp=2,fsdp=2,tp=2": UNSHARDED
+    | {"words": Padded(("tp", "fsdp")), "width": "fsdp", "hidden": "tp"},
 }
 
 # %% [markdown]
@@ -142,7 +143,11 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# This table shows what each device holds, the most replicated arrays first:
+# Three meshes cut all matrices in eight, so their bytes are equal.
+#
+# The next table shows what each device holds, the most replicated arrays first. In its specs, `-`
+# is a dimension that is not sharded, and `tp+fsdp` is one that two axes shard. The picture below it
+# shows which device holds which block.
 
 # %%
 layout = found["fsdp=2,tp=4"][0]
@@ -152,14 +157,14 @@ print(layout["blocks/0/up"].picture())
 # %% [markdown]
 # ## A wrong map
 #
-# This map has three mistakes: a misspelt pattern, dimension names in the wrong order, and a
-# vocabulary that the axis does not divide. Elsewhere a misspelt pattern silently replicates its
-# parameters. The error lists all three at once, each with an edit that fixes it.
+# This map has three mistakes: a misspelt pattern, a rule with one name too many, and a vocabulary
+# that the axis does not divide. Elsewhere a misspelt pattern silently replicates its parameters. The
+# error lists all mistakes at once, each with a correction.
 
 # %%
-wrong = RULES | {r"blocks/\d+/up": "hidden width"}
+wrong = RULES | {r"blocks/\d+/up": "layers width hidden"}
 wrong["blocks/.*/nrom"] = wrong.pop(".*norm")
-axes = WHOLE | {"words": "tp", "hidden": "tp"}
+axes = UNSHARDED | {"words": "tp", "hidden": "tp", "layers": None}
 try:
     LayoutMap(wrong, axes=axes).layout(
         jax.eval_shape(init, jax.random.key(0)), jaxpar.make_mesh("tp=8")
@@ -170,13 +175,16 @@ except LayoutError as error:
 # %% [markdown]
 # ## A map that fits and is wrong
 #
-# A square weight divides in either order of its dimensions, and the result is the same. Only the
-# compiled program shows the difference. `explain` compiles the step for a chip that this machine
-# does not have. It lists the collectives that each weight causes. It also marks a weight whose
-# layout does not match that of its operand, and compiles the exchanged layout to predict the gain.
+# Names in the wrong order are reported if the sizes of other arrays show it. A square weight can be
+# sharded along either dimension, with the same result. Only the compiled program shows which is
+# faster. `explain` compiles the step for a chip that this machine does not have, and lists the
+# collectives that each weight causes. If the sharded dimensions of a weight and its operand differ,
+# it also compiles the step with the weight's dimensions swapped, and predicts the gain.
+#
+# A row with `0.5` times is half of a collective that two weights share.
 
 # %% tags=["varies"]
-square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+square = x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
 
 
 def forward(params, x):
@@ -184,16 +192,16 @@ def forward(params, x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-exchanged = LayoutMap({"up": ("tp", None), "down": ("tp", None)}, batch=P("dp"))
-layout = exchanged.layout({"up": square, "down": square}, jaxpar.make_mesh("dp=2,tp=4"))
-print(layout.explain(jax.grad(forward), "v5e:2x4", square))
+swapped = LayoutMap({"up": ("tp", None), "down": ("tp", None)}, batch=P("dp"))
+layout = swapped.layout({"up": square, "down": square}, jaxpar.make_mesh("dp=2,tp=4"))
+print(layout.explain(jax.grad(forward), "v5e:2x4", x))
 
 # %% [markdown]
 # ## A map from the model
 #
-# `infer_layout` follows the parameters through the function. It shards dimensions alike if they are
-# multiplied with each other. It returns an ordinary map and, on request, its reasons. With
-# `target="v5e:2x4"` it compiles this map and simpler ones, and takes the fastest.
+# `infer_layout` follows the parameters through the function. Dimensions that meet in a matmul get
+# the same axis. It returns an ordinary map and prints its reasons. With `target="v5e:2x4"` it
+# compiles this map and simpler ones, and takes the fastest.
 
 # %%
 shapes = jax.eval_shape(init, jax.random.key(0))
@@ -205,8 +213,8 @@ print(rules)
 #
 # - Name the dimensions once. A small table from names to axes gives the layout on a mesh.
 # - Specs, shards, padding, optimizer state, batches and checkpoints follow from it.
-# - The layout reports all mistakes at once: patterns that match nothing or match twice, and
-#   dimensions in the wrong order.
+# - The layout reports all mistakes at once, such as patterns that match nothing or match twice.
+# - A map also saves and restores checkpoints: [save](../docs/questions/save.md).
 # - `explain` asks the chip's compiler before you rent the chip.
 #
 # Next: [reading a schedule](14_schedules.ipynb).

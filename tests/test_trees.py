@@ -98,7 +98,7 @@ def test_what_is_no_array_is_named(name):
         text = str(caught.value)
         assert text.startswith(f"{name.split(' ')[0]}: ")
         assert text.endswith(
-            ", and no array of JAX; take out what is none before the call, as equinox.partition("
+            ", and no array of JAX; remove leaves that are no arrays first, as equinox.partition("
             "tree, equinox.is_array) does, and let functions close over it"
         )
 

@@ -58,7 +58,7 @@ def test_each_algorithm_has_its_seconds_or_why_it_is_out(v5p):
         assert site.line.endswith(" in local")
         assert all(a.seconds for a in site.algorithms)
     cube = {a.name: a for a in part(found, "backward").algorithms}["multi-ring"]
-    assert cube.out == "across a cube thirds of what is not rows cost more than they save"
+    assert cube.out == "across a cube, thirds of anything but rows cost more than they save"
 
 
 def test_the_one_that_is_taken_is_the_least_of_those_that_may_be(v5p):
@@ -159,7 +159,7 @@ def test_a_layer_has_chunks_of_rows():
     # Without the options the compiler waits for each collective.
     alone = part(ways(layer, *args, target=v6e, compiler_options={}), "row chunks")
     assert alone.taken == "1"
-    assert alone.algorithms[1].out == "the compiler runs no collective beside other work"
+    assert alone.algorithms[1].out == "the compiler overlaps no collective with other work"
     on_gpus = part(ways(lambda *a: layer(*a), *args, target=target("h100:8", "tp=8")), "row chunks")
     assert on_gpus.algorithms[1].out == "the compiler joins the collectives of chunks again"
 
@@ -171,7 +171,7 @@ def test_weights_and_experts():
     )
     (site,) = ways(gathers, jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), target=v5p).sites
     assert (site.taken, site.algorithms[0].seconds) == ("naive", None)
-    assert site.algorithms[2].out == "it has no work of its own to hide behind"
+    assert site.algorithms[2].out == "it has no work of its own to overlap with"
 
 
 def test_on_the_devices_at_hand():
@@ -183,7 +183,7 @@ def test_on_the_devices_at_hand():
         found = ways(f, *args)
         assert [site.taken for site in found.sites] == ["naive", "naive"]
         rows = {a.name: a for a in found.sites[0].algorithms}
-        assert rows["bidirectional"].out == "nothing is known of the chip"
+        assert rows["bidirectional"].out == "the chip is not in the table"
         assert rows["bidirectional"].seconds is None
     with jax.set_mesh(mesh):
         assert ways(local, *args).sites == found.sites
@@ -213,7 +213,7 @@ SUMS = Flow("scatter", 1e11, 2**20)
     [
         ("v5p:2x2x2", "x=8", "matmul", "naive", NONE, FLOW, ""),
         ("v5p:2x2x2", "x=8", "matmul", "chunked-4", ALL, FLOW, ""),
-        ("v5p:2x2x2", "x=8", "matmul", "chunked-4", NONE, FLOW, "no collective beside other work"),
+        ("v5p:2x2x2", "x=8", "matmul", "chunked-4", NONE, FLOW, "no collective with other work"),
         ("v5p:2x2x2", "x=8", "attention", "chunked-4", ALL, FLOW, "blocks are used one by one"),
         ("v5p:2x2x2", "x=8", "matmul", "stationary", ALL, SUMS, "no other operand can travel"),
         ("v5p:2x2x2", "x=2,y=4", "matmul", "bidirectional", ALL, FLOW, "two devices have one"),
@@ -226,7 +226,7 @@ SUMS = Flow("scatter", 1e11, 2**20)
         ("h100:8", "x=8", "matmul", "chunked-4", ALL, FLOW, "joins more than two chunks again"),
         ("h100:8", "x=8", "matmul", "chunked-2", ALL, SUMS, "sums of less than 256 MiB again"),
         ("v5p:2x2x2", "x=8", "projection", "bidirectional", ALL, SUMS, "a layer's other matmuls"),
-        ("v5p:2x2x2", "x=8", "projection", "chunked-4", NONE, SUMS, "no collective beside"),
+        ("v5p:2x2x2", "x=8", "projection", "chunked-4", NONE, SUMS, "no collective with"),
         ("v5p:2x2x2", "x=8", "collective", "naive", ALL, FLOW, "uses the links best"),
         ("v5p:2x2x2", "x=8", "weights", "bidirectional", ALL, FLOW, "no work of its own"),
     ],

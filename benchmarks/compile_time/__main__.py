@@ -164,7 +164,7 @@ def write_plot(path: str, rows: Sequence[Row]) -> None:
         ),
         "instructions of the optimised HLO": lambda row: row.hlo_instructions,
     }
-    figure = Figure(figsize=(9.5, 7.6), layout="constrained", dpi=110)
+    figure = Figure(figsize=(9.5, 7.6), layout="constrained", dpi=200)
     panels = figure.subplots(len(quantities), len(MODES), sharex=True, sharey="row")
     for (title, quantity), line in zip(quantities.items(), panels, strict=True):
         for mode, panel in zip(MODES, line, strict=True):

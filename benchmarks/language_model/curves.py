@@ -59,7 +59,7 @@ def read(path: str) -> dict[str, Any]:
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws the curves, and below them how far each is from the first."""
     figure = require_extra("matplotlib.figure", "train").Figure(
-        figsize=(8, 5.6), layout="constrained", dpi=120
+        figsize=(8, 5.6), layout="constrained", dpi=200
     )
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     first = runs[0]["losses"]

@@ -18,7 +18,7 @@ def check(runs: Sequence[dict[str, Any]]) -> None:
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws a column a run: each expert's share, and below it the largest load over the mean."""
     figure = require_extra("matplotlib.figure", "train").Figure(
-        figsize=(1 + 3.6 * len(runs), 5.2), layout="constrained", dpi=120
+        figsize=(1 + 3.6 * len(runs), 5.2), layout="constrained", dpi=200
     )
     panels = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
     for (above, below), run in zip(panels.T, runs, strict=True):

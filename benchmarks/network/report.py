@@ -112,7 +112,7 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
 
     cases = list(dict.fromkeys(row.case for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
-    figure = Figure(figsize=(11, 6.4), layout="constrained", dpi=120)
+    figure = Figure(figsize=(11, 6.4), layout="constrained", dpi=200)
     speed, share = figure.subplots(2, 1, sharex=True)
     width = 0.84 / len(variants)
     for number, variant in enumerate(variants):

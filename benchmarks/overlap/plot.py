@@ -22,7 +22,7 @@ MARKS = {
 def write_plot(path: str, found: Sequence[dict[str, Any]]) -> None:
     """Draws a line a case: a mark for each peer, and a dot for jaxpar's auto."""
     cases = results(found)
-    figure = Figure(figsize=(10.5, 0.42 * len(cases) + 1.7), layout="constrained", dpi=110)
+    figure = Figure(figsize=(10.5, 0.42 * len(cases) + 1.7), layout="constrained", dpi=200)
     panel = figure.subplots()
     panel.axvline(1, color="0.25", linewidth=1.2)
     for at, each in enumerate(cases):

@@ -258,15 +258,15 @@ ERRORS = [
         (X, X, I4, I4[:3], I4, I4),
         ValueError,
         "ragged_all_to_all: send_sizes has local shape (3,), but needs one dimension, whose size "
-        "is that of axis 'x' (4) or a multiple of it: 3 = 0 x 4 + 3; give each device as many "
-        "entries as any other, with size 0 for what is not sent",
+        "is that of axis 'x' (4) or a multiple of it: 3 = 0 x 4 + 3; give every device the "
+        "same number of entries, with size 0 for slices that are not sent",
     ),
     (
         (X, X, I4, I4, I4[None], I4),
         ValueError,
         "ragged_all_to_all: output_offsets has local shape (1, 4), but needs one dimension, whose "
-        "size is that of axis 'x' (4) or a multiple of it; give each device as many entries as "
-        "any other, with size 0 for what is not sent",
+        "size is that of axis 'x' (4) or a multiple of it; give every device the same number "
+        "of entries, with size 0 for slices that are not sent",
     ),
     (
         (X, X, I4, I4, I4, I4.repeat(2)),

@@ -382,7 +382,7 @@ def test_errors():
     assert error(x, q, kv, kv, o, kv_heads=0) == "parallel_attention: kv_heads=0 must be at least 1"
     assert error(x, q, (3, 3), kv, o) == (
         "parallel_attention: w_k has local shape (3, 3), 3 columns here, which are no 2 heads: "
-        "3 = 1 x 2 + 1; head_layout(4, 2, 4) has 2 key and value heads whole on every device"
+        "3 = 1 x 2 + 1; head_layout(4, 2, 4) has 2 key and value heads replicated"
     )
     assert error(x, (3, 3), kv, kv, o, heads=8) == (
         "parallel_attention: w_q has local shape (3, 3), 3 columns here, which are no 2 heads: "

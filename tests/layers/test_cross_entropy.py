@@ -414,7 +414,7 @@ def test_operands_that_do_not_fit():
     )
     assert error(ValueError, labels=(24,), spec=P("tp")) == (
         "labels of local shape (6,) vary over ['tp'], but every device of axis 'tp' (4) "
-        "needs the same; give them whole, from in_specs without that axis or through gather_region"
+        "needs the same; replicate them, by in_specs without that axis or by gather_region"
     )
     assert error(ValueError) == (
         "w of local shape (3, 4) is replicated over ['tp'], but each device of axis 'tp' (4) "

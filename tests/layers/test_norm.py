@@ -120,7 +120,7 @@ def test_errors():
     )
     assert message(ValueError, ones((2, 3)), ones(3), ones(6)) == (
         "layer_norm: bias has local shape (6,), but x (2, 3) has 3 features here; bias must be "
-        "(3,), and axis must say over which axes both are sharded, None if whole"
+        "(3,), and axis must say over which axes both are sharded, None if neither is"
     )
     assert message(ValueError, ones((2, 3)), ones(3), eps=-1.0) == (
         "layer_norm: eps=-1.0 must be at least 0"

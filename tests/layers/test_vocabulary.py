@@ -111,7 +111,7 @@ def test_errors():
     assert error(ValueError, tokens, jnp.ones(3)) == "table must be [v/n, d], got local shape (3,)"
     assert error(ValueError, jnp.zeros((2, 8), "int32"), table, P(None, ("dp", "tp"))) == (
         "tokens of local shape (2, 1) vary over ['tp'], but every device of axis 'tp' (4) "
-        "needs the same; give them whole, from in_specs without that axis or through gather_region"
+        "needs the same; replicate them, by in_specs without that axis or by gather_region"
     )
     assert error(ValueError, tokens, table, sequence_dim=-2) == (
         "the result has local shape (2, 6, 4), whose dimension 1 axis 'tp' (4) does not divide: "

@@ -57,7 +57,7 @@ def test_refused():
     rules = LayoutMap({"w": ("tp",)})
     layout = rules.layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
     with pytest.raises(
-        ValueError, match=r"place_batch: the map says nothing of data; give LayoutMap"
+        ValueError, match=r"place_batch: the map has no spec for data; give LayoutMap"
     ):
         layout.place_batch(np.ones(8))
     with pytest.raises(TypeError, match="a leaf that is no array"):

@@ -86,7 +86,7 @@ def test_each_exchanged_square_weight_is_at_odds(wrong, differentiated):
     ((rule, spec, text),) = at_odds(rules, step, transformer(), tokens, batch=P("fsdp"))
     assert (rule, spec) == (wrong, SQUARE[wrong])
     assert text.startswith("its dimension")
-    assert " goes with " in text
+    assert " is multiplied with " in text
 
 
 def test_right_maps_are_not():
@@ -173,9 +173,12 @@ def test_an_exchanged_weight_is_flagged_with_its_edit_and_what_it_gains():
     assert exchange.is_faster
     assert exchange.seconds_after < 0.99 * exchange.seconds
     assert exchange.seconds == found.timeline.total
-    assert "its dimension 0, over 'tp', goes with a dimension of the data" in exchange.disagrees
+    assert (
+        "its dimension 0, over 'tp', is multiplied with a dimension of the data"
+        in exchange.disagrees
+    )
     assert "'up': tp, - -> -, tp: the step takes" in str(found)
-    assert "faster with two dimensions exchanged:" in str(found)
+    assert "faster with two dimensions swapped:" in str(found)
     right = (rules | {"up": (None, "tp")}).layout(params, AbstractMesh((4,), ("tp",)))
     after = right.explain(forward, "v5e:2x2", of_shape(512, 1024), tries=0)
     assert after.timeline.total == exchange.seconds_after
@@ -216,9 +219,9 @@ def test_a_table_whose_features_lie_over_the_batchs_axis():
     assert table.after == P(("tp", "fsdp"), None)
     assert table.is_faster
     assert not [e for e in others if e.is_faster or e.disagrees]
-    assert set(found.plain) == {"fully sharded over all axes", "whole on every device"}
+    assert set(found.plain) == {"fully sharded over all axes", "replicated"}
     text = str(found)
-    assert "activations move back and forth, as tables shard what is looked up:" in text
+    assert "activations travel to and from tables with features over the batch's axis:" in text
     best = min(table.seconds_after, *(e.seconds_after for e in found.tried))
     for name, seconds in found.plain.items():
         assert (f"plainer and faster: {name}, the step takes" in text) == (seconds < 0.99 * best)
@@ -231,7 +234,7 @@ def test_a_table_whose_rows_the_axis_does_not_divide_is_whole_over_it():
     seen = Dimensions.of(lambda p, t: p["table"][t[0]], layout.shapes, (tokens,))
     (candidate,) = candidates(layout, seen, shapes_of((tokens,), (tokens,)), dict)
     assert candidate.axes == ((), ("tp",))
-    assert "has its dimension 1, over 'fsdp' as the batch's rows are" in candidate.disagrees
+    assert "its dimension 1 is sharded over 'fsdp', as the batch is" in candidate.disagrees
 
 
 def test_loops_whose_length_depends_on_data_are_named():
@@ -242,7 +245,7 @@ def test_loops_whose_length_depends_on_data_are_named():
         {"w": of_shape(128, 128)}, AbstractMesh((4,), ("tp",))
     )
     found = layout.explain(forward, "v5e:2x2", of_shape(8, 128), tries=0)
-    assert "loops whose trips depend on data count once: while" in str(found)
+    assert "loops of an unknown number of iterations count once: while" in str(found)
 
 
 def test_padded_weights_and_weights_of_several_kinds():

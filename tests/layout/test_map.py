@@ -41,7 +41,7 @@ def test_values(value, layout):
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [
-        (None, TypeError, "say REPLICATED where every device is to hold it whole"),
+        (None, TypeError, "use REPLICATED to replicate it"),
         (3, TypeError, "must be a PartitionSpec, a tuple or list of mesh axes, names of dim"),
         ((1,), TypeError, "a dimension must be None, a mesh axis, a tuple of them or Padded"),
         ((("tp", 1),), TypeError, "got ('tp', 1) of type tuple"),
@@ -185,7 +185,7 @@ def test_a_dict_by_pattern_text():
 
 def test_a_key_is_inserted_once():
     rules = LayoutMap({"a": ("x",)})
-    with pytest.raises(ValueError, match=r"a rule 'a' already, \('x',\); take it out with pop"):
+    with pytest.raises(ValueError, match=r"a rule 'a' already, \('x',\); remove it with pop"):
         rules["a"] = ("y",)
     assert rules["a"] == P("x")
 

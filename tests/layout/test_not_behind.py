@@ -26,7 +26,7 @@ from jaxpar.tools.layouts import explain_layout
 from jaxpar.tools.layouts.layout_costs import FASTER
 
 TARGET, MESH = "v5p:2x2x2", make_mesh("fsdp=2,tp=4")
-PLAIN = ("fully sharded over all axes", "whole on every device")
+PLAIN = ("fully sharded over all axes", "replicated")
 NOTEBOOK = layouts(WORDS=64)
 LOSS = NOTEBOOK["loss"]
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -79,7 +79,7 @@ def test_the_map_for_a_target_is_the_fastest_of_them(inferred):
     rules, times, taken = inferred
     assert set(times) == {"this map", "without fully sharding", *PLAIN}
     best = min(times, key=lambda name: float(times[name]))
-    assert best == "whole on every device"  # of so few numbers
+    assert best == "replicated"  # of so few numbers
     assert taken == [f"taken: {best}, the fastest that fits the memory of {TARGET}"]
     assert rules == data_parallel(PARAMS, MESH, axis=("fsdp", "tp"))
 
@@ -89,7 +89,7 @@ def test_a_map_that_is_behind_plain_ones_is_said_to_be(name, inferred, explained
     found, (_, times, _) = explained(MAPS[name]), inferred
     best = min([found.timeline.total, *(e.seconds_after for e in found.tried)])
     assert name != "inferred" or f"{found.timeline.total * 1e6:.4g}" == times["this map"]
-    assert best > FASTER * found.timeline.total or "dimensions exchanged:" in str(found)
+    assert best > FASTER * found.timeline.total or "dimensions swapped:" in str(found)
     for plain in PLAIN:
         text = f"plainer and faster: {plain}, the step takes {times[plain]} us"
         assert (text in str(found)) == (float(times[plain]) < FASTER * best * 1e6)

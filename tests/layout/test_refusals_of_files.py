@@ -205,7 +205,9 @@ def test_damaged_files_are_named(tmp_path):
         (b"[" * 100_000, b"", "recursion"),
     ]:
         written(path, header, data)
-        with pytest.raises(ValueError, match=f"a.safetensors is no whole safetensors file .*{why}"):
+        with pytest.raises(
+            ValueError, match=f"a.safetensors is no complete safetensors file .*{why}"
+        ):
             layout.read_safetensors(path)
     path.write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=r"its header ends at byte \d+ of 42.; copy or download"):
@@ -275,7 +277,7 @@ def test_names_and_patterns_are_checked(tmp_path):
         (
             {"transposed": "ww"},
             ValueError,
-            "transposed='ww' matches no path; it must match a whole",
+            "transposed='ww' matches no path; it must match a full",
         ),
         ({"transposed": {"w": (1, 0), ".": (0,)}}, ValueError, "'w' is matched by two patterns of"),
         (

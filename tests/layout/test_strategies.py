@@ -416,7 +416,7 @@ def test_fewer_heads_than_devices_are_refused_where_their_number_is_known():
     assert list(refused(attention(), head_size=8)) == ["k_proj/weight"]
     normed = attention(k_norm={"weight": F32((8,))})
     text = refused(normed)["k_proj/weight"]
-    assert "has 2 heads of 8, which 8 devices do not divide; have each device hold all of " in text
+    assert "has 2 heads of 8, which 8 devices do not divide; replicate them, whole=" in text
     rules = tensor_parallel(normed, make_mesh("tp=8"), whole="k_proj/weight")
     assert (rules.match("k_proj/weight"), rules.match("q_proj/weight")) == (P(), P("tp"))
     tensor_parallel(attention(), make_mesh("tp=8"))  # nothing says how many there are
@@ -462,7 +462,7 @@ def test_a_pattern_that_matches_nothing_is_refused(strategy, arguments):
         with pytest.raises(
             ValueError,
             match=rf"{strategy.__name__}: {argument}='layer/0/up' matches no path; it must match a "
-            r"whole one, `\.\*` standing for anything: there are 'layers/0/up'",
+            r"full one, and `\.\*` matches anything: there are 'layers/0/up'",
         ):
             strategy(params, make_mesh("x=8"), axis="x", **{argument: "layer/0/up"})
 

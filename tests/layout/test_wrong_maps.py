@@ -79,14 +79,14 @@ WRONG = {
         2,
         [
             "'layers/norm' float32[2,12] is matched by no rule; the nearest rule is 'layers/nrm'",
-            "add one, 'layers/norm': REPLICATED where each device is to hold all 96 B",
+            "add one, 'layers/norm': REPLICATED holds all 96 B on each device",
             "rule 'layers/nrm' matches no array; the nearest path is 'layers/norm'",
         ],
     ),
     "a pattern of a part of the path": (
         {"layers/norm": None, "norm": REPLICATED},
         2,
-        ["rule 'norm' matches no array", "it must match a whole path, `.*` standing for anything"],
+        ["rule 'norm' matches no array", "it must match a full path, and `.*` matches anything"],
     ),
     "a rule that is not there": (
         {"embedding": None},
@@ -96,7 +96,7 @@ WRONG = {
     "a rule that nothing needs": (
         {"decoder/.*": REPLICATED},
         1,
-        ["rule 'decoder/.*' matches no array", "mend it or take it out"],
+        ["rule 'decoder/.*' matches no array", "correct it or remove it"],
     ),
     "an axis that is not there": (
         {"embedding": ("model", None)},
@@ -134,7 +134,7 @@ WRONG = {
         1,
         [
             "('dp', 'tp') (8) does not divide dimension 1: 12 = 1 x 8 + 4; pad it to 16, "
-            "Padded(('dp', 'tp')), 384 B a device; have it whole, None, 2.25 KiB a device; or "
+            "Padded(('dp', 'tp')), 384 B a device; replicate it, None, 2.25 KiB a device; or "
             "shard dimension 0 of 48, 288 B a device",
         ],
     ),

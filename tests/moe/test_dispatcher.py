@@ -321,14 +321,14 @@ ERRORS = [
     (
         lambda: from_ids(IDS, axis="x").dispatch(jax.random.split(jax.random.key(0), 3), 4),
         TypeError,
-        "RaggedDispatcher.dispatch: data has an array of key<fry>, which cannot travel; send what "
-        "jax.random.key_data makes of it",
+        "RaggedDispatcher.dispatch: data has an array of key<fry>, which cannot travel; send "
+        "jax.random.key_data of it",
     ),
     (
         lambda: from_ids(IDS, axis="x").combine(X, 4),
         ValueError,
         "RaggedDispatcher.combine: data has an array of local shape (3, 2), with 3 rows, but "
-        "capacity=4; give what became of each row that dispatch returned",
+        "capacity=4; give a result for each row that dispatch returned",
     ),
     (
         lambda: from_ids(IDS, axis="x").combine(X > 0, 3),

@@ -148,7 +148,7 @@ CASES = {
     ),
     "partitioned": (
         r"call 3 of 'partitioned' takes .* s, more than its limit .*: process {odd} has not come",
-        r"process {odd}: in no guarded call, behind call 2 of 'partitioned' for .* in load",
+        r"process {odd}: outside guarded calls, after call 2 of 'partitioned' for .* in load",
         r"waits for process {odd} in call 3 of 'partitioned': the first collective that needs it "
         r"is all-reduce over dp of 4 B at guard_worker.py:\d+ in partitioned",
     ),

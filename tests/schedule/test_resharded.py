@@ -131,7 +131,7 @@ def test_the_edit_of_one_rule_is_tried_first():
     assert tried == [edit]
     first = found.findings[0]
     assert (first.cause, first.edit, first.is_tried) == ("resharding", edit, True)
-    assert "its dimension 0, over 'model', goes with dimension" in first.why
+    assert "its dimension 0, over 'model', is multiplied with dimension" in first.why
     assert first.gain > 0.1 * found.timeline.total
 
 

@@ -43,8 +43,7 @@ def called(otherwise: str = "jaxpar") -> str:
 def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[Given, Result]:
     """Makes errors and profiles show a function's name, and `help` readable annotations.
 
-    In nested calls, errors name the outer function. A function without an `axis` gives its axes as
-    `over`.
+    In nested calls, errors name the outer function. `over` stands for a missing `axis`.
     """
     takes = signature(function).parameters
     place = list(takes).index("axis") if "axis" in takes else None
@@ -65,7 +64,6 @@ def public(function: Callable[Given, Result], *, over: Any = None) -> Callable[G
 def _check_fit(
     function: Any, takes: Mapping[str, Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises if arguments are unknown or too many."""
     kinds = {name: parameter.kind for name, parameter in takes.items()}
     usage = USAGE.get(function.__qualname__, "")
     unknown = next((name for name in kwargs if name not in takes), None)
@@ -83,7 +81,7 @@ def _check_fit(
     if len(args) > len(places) and Parameter.VAR_POSITIONAL not in kinds.values():
         own = "self" in places
         named = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
-        remedy = f"give {', '.join(named)} by name" if named else "leave out what is too much"
+        remedy = f"give {', '.join(named)} by name" if named else "leave out the extra arguments"
         raise type_error(
             f"{len(args) - own} arguments without a name, of which it takes {len(places) - own}; "
             f"{remedy}{usage}"
@@ -96,7 +94,7 @@ class _Text(str):
 
 
 def readable(shown: Shown) -> Shown:
-    """Makes `help` show annotations without quotes, with aliases expanded."""
+    """Makes `help` show annotations unquoted, with aliases expanded."""
     known = vars(sys.modules[shown.__module__])
 
     def meaning(name: re.Match[str]) -> str:
@@ -116,7 +114,6 @@ def readable(shown: Shown) -> Shown:
 
 
 def _written(alias: Any) -> str:
-    """Returns the text of an alias for literals or dictionaries, else nothing."""
     parts = get_args(alias) if get_origin(alias) in (Union, UnionType) else (alias,)
     if not all(part is NoneType or get_origin(part) in (Literal, dict) for part in parts):
         return ""  # types of JAX: users know their names
@@ -147,7 +144,7 @@ def of_user(function: Any, argument: str) -> Callable[..., Any]:
 
 @contextmanager
 def naming(name: str | None) -> Generator[None]:
-    """Makes errors inside show this name; None: the inner function's name."""
+    """Makes errors inside show this name; None: the inner one."""
     token = _called.set(name)
     try:
         yield
@@ -164,11 +161,8 @@ def _scope(function: Any, axis: Any) -> str:
 
 
 def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function as one compiled program inside an eager `jax.shard_map`.
-
-    Otherwise JAX compiles every operation by itself. The program is not cached, since functions may
-    read changing values.
-    """
+    """Compiles a function as one program inside an eager `jax.shard_map`."""
+    # It is not cached, since functions may read changing values.
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args, **kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))

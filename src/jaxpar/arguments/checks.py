@@ -16,14 +16,13 @@ from jaxpar.axis.varying import checks_varying, varying_axes
 
 # The remedies for replicated shards, and for replicated partial sums.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"
-PARTIAL_SUMS = "shard in in_specs what it is made of, or leave out a sum that was made already"
+PARTIAL_SUMS = "shard its operands in in_specs, or leave out an earlier sum over the axis"
 _SAY_SO, _PCAST = ", say so", " by jax.lax.pcast("
 # All axes over which a call in this process required varying operands.
 _asked: set[str] = set()
 
 
 def check_precision(precision: Any) -> None:
-    """Raises unless one `precision` is for both operands of a matmul."""
     if isinstance(precision, (tuple, list)):
         raise type_error(
             f"precision must be one value for both operands, got {precision!r}; "
@@ -34,7 +33,7 @@ def check_precision(precision: Any) -> None:
 def check_dim(argument: str, dim: Any, shape: tuple[int, ...], *, stacked: bool = False) -> int:
     """Returns `dim` counted from the front, or raises.
 
-    With `stacked`, `dim` is a new dimension of the result.
+    With `stacked`, it is a new dimension of the result.
     """
     dim, rank = _as_integer(argument, dim), len(shape) + stacked
     if not -rank <= dim < rank:
@@ -55,7 +54,7 @@ def check_divides(
     *,
     exactly: bool = False,
 ) -> None:
-    """Raises unless the ring's size divides `dim`, or equals it with `exactly`."""
+    """Raises unless the ring's size divides `dim`, or equals it (`exactly`)."""
     size = shape[dim]
     if exactly and size != ring.size:
         raise value_error(
@@ -79,7 +78,6 @@ def check_whole(
     high: int | None = None,
     what: str = "",
 ) -> int:
-    """Returns an integer from `low` to `high`, or raises."""
     given = _as_integer(argument, given)
     if (low is not None and given < low) or (high is not None and given > high):
         most = "" if high is None else f" and at most {high}, {what}"
@@ -100,7 +98,7 @@ def _as_integer(argument: str, given: Any) -> int:
 
 
 def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
-    """Returns a user's array, or raises if it has no such `use`."""
+    """Returns a user's array, or raises without this `use`."""
     try:
         x = jnp.asarray(given)
     except (TypeError, ValueError):
@@ -129,7 +127,7 @@ def check_own(
 ) -> None:
     """Raises if `given` is typed as replicated, but each device needs its own `what`.
 
-    One varying array of several is enough. `check_uncast` ignores what is not an `operand`.
+    One varying array is enough. `check_uncast` ignores what is no `operand`.
     """
     if not checks_varying(ring.names):
         return
@@ -149,10 +147,8 @@ def check_own(
 
 
 def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
-    """Raises as `check_own` does if an operand of `function` varies only by our own cast.
-
-    `function` is traced again without the cast, which a transform needs.
-    """
+    """Raises if an operand of `function` varies only by our own cast."""
+    # `function` is traced again without the cast, which a transform needs.
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
     added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
     if not added & _asked:

@@ -18,7 +18,7 @@ def check_number(
 ) -> float:
     """Returns a static number from 0 to `high`.
 
-    `finite` says what to give in place of infinity, if that is not allowed.
+    `finite` says what to give in place of a forbidden infinity.
     """
     if isinstance(given, bool) or not isinstance(given, int | float | np.number):
         raise type_error(
@@ -34,7 +34,6 @@ def check_number(
 
 
 def check_softcap(given: Any, otherwise: str) -> float | None:
-    """Returns a bound or None, or raises with the remedy `otherwise`."""
     if given is None:
         return None
     softcap = check_number("softcap", given, finite=otherwise)
@@ -44,10 +43,7 @@ def check_softcap(given: Any, otherwise: str) -> float | None:
 
 
 def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
-    """Returns an array of integers, or raises.
-
-    It also raises if NumPy's 64-bit values do not fit into JAX's 32 bits.
-    """
+    """Returns integers, or raises, too, if JAX's 32 bits cannot hold NumPy's 64."""
     x = as_array(argument, given, use="")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
@@ -64,13 +60,13 @@ def check_replicated(argument: str, tokens: Array, ring: Ring) -> None:
     if varying:
         raise value_error(
             f"{argument} of local shape {tokens.shape} vary over {varying}, but "
-            f"every device of {ring} needs the same; give them whole, from in_specs without that "
-            "axis or through gather_region"
+            f"every device of {ring} needs the same; replicate them, by in_specs without that "
+            "axis or by gather_region"
         )
 
 
 def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension counted from the front, or None; refuses the last."""
+    """Returns `sequence_dim` from the front, or None; refuses the last."""
     if sequence_dim is None:
         return None
     dim = check_dim("sequence_dim", sequence_dim, shape)
@@ -83,5 +79,5 @@ def check_sequence_dim(argument: str, sequence_dim: Any, shape: tuple[int, ...])
 
 
 def as_signed(tokens: Array) -> Array:
-    """Returns `tokens` in a signed dtype, so that differences can be negative."""
+    """Returns `tokens` in a signed dtype: differences can be negative."""
     return tokens.astype("int64" if tokens.dtype.itemsize == 8 else "int32")

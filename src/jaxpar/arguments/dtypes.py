@@ -26,10 +26,8 @@ def sum_dtype(dtype: DTypeLike) -> Any:
 
 
 def addition_dtype(dtype: DTypeLike) -> Any:
-    """Returns the dtype of sums over devices: float32 for narrower floats.
-
-    Integers keep theirs: a wider sum would wrap around to the same result.
-    """
+    """Returns the dtype of sums over devices: float32 for narrower floats."""
+    # Integers keep theirs: a wider sum would wrap around alike.
     dtype = jnp.dtype(dtype)
     narrow = dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)
     return jnp.dtype("float32") if narrow else dtype
@@ -44,7 +42,7 @@ def result_dtype(dtype: DTypeLike) -> Any:
 
 
 def common_dtype(first: Any, second: Any) -> Any:
-    """Returns the dtype that holds two of a kind, without JAX's promotion rules."""
+    """Returns the dtype that holds both, without JAX's promotion rules."""
     if first == second:
         return first
     if first.itemsize == second.itemsize and jnp.issubdtype(first, jnp.floating):
@@ -64,7 +62,7 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
 
 
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
-    """Raises if `dtype` would lose digits of integers, signs, fractions or imaginary parts."""
+    """Raises if `dtype` would lose digits, signs, fractions or imaginary parts."""
     signed = jnp.issubdtype(given, jnp.signedinteger)
     narrower = jnp.issubdtype(given, jnp.integer) and dtype.itemsize < given.itemsize
     if (
@@ -81,7 +79,6 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
 
 
 def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
-    """Returns a product's dtype, or raises if it or a wire cannot hold the sums."""
     if preferred is not None:
         check_holds("preferred_element_type", preferred, given, "products")
     check_wire(wire, sum_dtype(given) if preferred is None else preferred)
@@ -89,7 +86,7 @@ def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
 
 
 def loses_parts(added: Any, dtype: Any) -> bool:
-    """Returns whether sums of `dtype` lose fractions or imaginary parts, or bools are added."""
+    """Returns whether sums lose fractions or imaginary parts, or bools are added."""
     is_less = _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(added))
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
@@ -104,7 +101,7 @@ def kind_of_dtype(dtype: Any) -> str:
 
 
 def is_wide_float(dtype: Any) -> bool:
-    """Returns whether a dtype is of real floats of 16 bits or more."""
+    """Returns whether a dtype is of real floats, 16 bits or more."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 1
 
 
@@ -123,8 +120,8 @@ class LowBit:
         rounded at every hop of a ring, and once by a collective.
       cotangents: whether the backward pass gathers cotangents in 8 bits, too.
 
-    Rows are along the last dimension that is not gathered. A scale is a block's largest magnitude
-    over the dtype's largest number, in float32. A number that is not finite makes its block NaN.
+    Rows are along the last dimension that is not gathered. A scale (float32) is a block's largest
+    magnitude over the dtype's largest number. A number that is not finite makes its block NaN.
     Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 
     Raises:
@@ -167,7 +164,6 @@ class LowBit:
 
 
 def is_low_bit(dtype: Any) -> bool:
-    """Returns whether floats can travel in a dtype with scales."""
     return dtype is not None and str(dtype) in LOW_BIT
 
 
@@ -181,17 +177,14 @@ def as_wire(argument: str, wire: Any) -> Any:
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
-    """Returns how blocks are quantized in a gather."""
     if not is_wide_float(dtype):
         return None
     return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:
-    """Returns the dtype in which sums travel; None: their own.
-
-    An int8 wire is for floats: integer sums would wrap around.
-    """
+    """Returns the dtype in which sums travel; None: their own."""
+    # int8 is for floats: integer sums would wrap around.
     if isinstance(wire, LowBit):
         wire = wire.sums  # the rest is for gathered arrays
     if not is_low_bit(wire):
@@ -201,7 +194,6 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 
 
 def check_wire(wire: Any, summed: Any) -> None:
-    """Raises unless sums can travel in a wire's dtype of the same kind."""
     wire = summed_as(wire, summed)
     if wire is None:
         return

@@ -13,12 +13,11 @@ _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 
 
 def requirements(extra: str) -> dict[str, str]:
-    """Returns an extra's requirements by distribution; empty for unknown extras."""
     return dict(_requirements(extra))
 
 
 def lacking(extra: str, package: str = "jaxpar") -> list[str]:
-    """Returns missing distributions of an extra, and of extras such as `jax[tpu]`."""
+    """Returns missing distributions, also of extras such as `jax[tpu]`."""
     found: list[str] = []
     for name, requirement in _requirements(extra, package):
         if installed(name) is None:
@@ -52,7 +51,6 @@ def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, st
 
 
 def install_command(extra: str, module: str | None = None) -> str:
-    """Returns a command that installs an extra, or one module's package."""
     needed = requirements(extra)
     if module is not None:
         package = distribution(module)
@@ -67,7 +65,6 @@ def distribution(module: str) -> str:
 
 
 def installed(package: str) -> str | None:
-    """Returns a distribution's version; None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -75,11 +72,7 @@ def installed(package: str) -> str | None:
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Imports a module of an extra.
-
-    Raises:
-      ImportError: says that `what` needs it, and how to install it.
-    """
+    """Imports a module of an extra; its absence raises an error with a remedy for `what`."""
     try:
         return import_module(module)
     except ImportError as missing:

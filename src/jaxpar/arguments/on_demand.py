@@ -25,9 +25,9 @@ def _lines(module: str) -> list[ast.stmt]:
 def names_on_demand(
     package: str, renamed: Mapping[str, tuple[str, dict[str, Any]]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns a module's `__getattr__` and `__dir__`, which import names when they are used.
+    """Returns a module's `__getattr__` and `__dir__`, which import names on demand.
 
-    `renamed` names give a warning, and have their old defaults.
+    `renamed` names warn, and have their old defaults.
     """
     homes = {
         to.asname or to.name: (line.module, to.name)
@@ -64,10 +64,8 @@ def names_on_demand(
 
 
 def open_types(module: str) -> dict[str, Any]:
-    """Returns `Any` for each alias that a module defines for type checkers only.
-
-    A run-time type checker would raise before jaxpar's own checks, which name the axis and remedy.
-    """
+    """Returns `Any` for each alias that a module defines for type checkers only."""
+    # Otherwise run-time type checkers raise before jaxpar's own checks.
     found: dict[str, str] = {}
     for line in _lines(module):
         match line:

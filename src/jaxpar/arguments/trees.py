@@ -13,10 +13,10 @@ from jaxpar.axis.rounding import scales_among
 def as_arrays(argument: str, tree: Any, use: str = "") -> Any:
     """Returns a pytree of arrays, or raises and names the wrong leaf.
 
-    A `use` of numbers, such as a sum, refuses random keys and quantized values.
+    A `use` of numbers refuses random keys and quantized values.
     """
     remedy = (
-        "take out what is none before the call, as equinox.partition(tree, equinox.is_array) "
+        "remove leaves that are no arrays first, as equinox.partition(tree, equinox.is_array) "
         "does, and let functions close over it"
     )
 
@@ -39,7 +39,7 @@ def check_own_leaves(
 ) -> None:
     """Raises if a leaf is typed as replicated, but each device needs its own `what`.
 
-    Scales may be replicated, and leaves with None in `dims`.
+    Scales may be, and leaves with None in `dims`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for at, ((path, leaf), scales) in enumerate(zip(leaves, scales_among(tree), strict=True)):

@@ -1,7 +1,4 @@
-"""The types in signatures.
-
-They are open at run time. Type checkers see the types, and `help` shows their texts.
-"""
+"""The types in signatures, open at run time; `help` shows their texts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mesh axes: an `Axis` of the user, and a `Ring`, which is bound to the traced program."""
+"""Mesh axes: the user's `Axis`, and a `Ring`, which is bound to the traced program."""
 
 from __future__ import annotations
 
@@ -73,15 +73,14 @@ class Axis:
       keep_gathered: whether a matmul saves the gathered operand for its derivative, instead of
         gathering it again.
 
-        - True: all modes save it, except the chunked ones. Layers with an `fsdp_axis` still gather
-          weights again.
+        - True: all but chunked modes save it. Layers with an `fsdp_axis` gather weights again.
         - False: all modes gather it again, except `"stationary"`, which gathers nothing.
         - None: `"auto"` on TPUs saves it, unless it chooses chunks. Two `"naive"` or two
           `"stationary"` passes save it. All others gather it again, and so does FSDP.
 
       gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used. Only
         FSDP, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed and returned
-        in the shards' dtype. They also travel in it, without a `wire_dtype`. None: the shards'
+        in the shards' dtype, and travel in it, too, without a `wire_dtype`. None: the shards'
         dtype.
 
     Raises:
@@ -132,8 +131,6 @@ class Axis:
 
 @dataclass(frozen=True)
 class Ring(Axis):
-    """Mesh axes bound to the traced program."""
-
     size: int = field(kw_only=True)
     # The path of the blocks. None: in the order of the logical index.
     walk: Walk | None = None
@@ -149,7 +146,6 @@ class Ring(Axis):
         return lax.axis_index(self.names[0] if len(self.names) == 1 else self.names)
 
     def behind(self, index: Index, distance: Any) -> Index:
-        """Returns the index so many places behind another."""
         if self.walk is None:
             return moved_on(index, -distance, self.size)
         return self.walk.behind(index, distance)
@@ -161,7 +157,6 @@ class Ring(Axis):
 
     @property
     def has_disjoint(self) -> bool:
-        """Returns whether axes may have links for several rings."""
         stages = self.stages()
         sizes = [ring.size for ring in stages]
         if len(sizes) == 1:
@@ -202,12 +197,11 @@ class Ring(Axis):
         return how if how is not None and is_low_bit(how.sums) else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
-        """Returns how a scatter's cotangents are quantized."""
         how = self.low_bit(dtype)
         return how if how is not None and how.cotangents else None
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the axes in mesh order, and each logical index's place there."""
+        """Returns axes in mesh order, and logical indices' places there."""
         if len(self.names) < 2:
             return self.names, list(range(self.size))
         mesh = jax.sharding.get_abstract_mesh()
@@ -215,7 +209,7 @@ class Ring(Axis):
         return names, ring_positions(mesh, self.names).tolist()
 
     def stages(self) -> list[Ring]:
-        """Returns the rings over single axes of more than one device."""
+        """Returns rings over single axes of several devices."""
         if len(self.names) == 1:
             return [self] if self.size > 1 else []
         return [ring for name in self.names if (ring := self.over((name,))).size > 1]
@@ -231,9 +225,9 @@ class Ring(Axis):
         return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
 
     def hop(self, tree: Any, direction: int, hops: Any) -> Any:
-        """Moves every leaf to the next device, after so many hops to this one.
+        """Moves leaves to the next device, after so many hops to this one.
 
-        Against the walk, it moves sums that are `hops + 1` away from their owner.
+        Against the walk, moves sums that are `hops + 1` away from their owner.
         """
         if self.walk is None:
             return self.shift(tree, direction)
@@ -256,7 +250,7 @@ def bind(
     wire_dtype: Any = None,
     gathers: bool = False,
 ) -> Ring:
-    """Returns the ring over `axis`, the user's `argument`, or raises if it is not bound.
+    """Returns the ring over `axis`, the user's `argument`, or raises.
 
     A `mode` is for both passes. A `gather_dtype` is refused unless the caller `gathers` weights.
     """
@@ -299,12 +293,10 @@ def _axis_size(argument: str, name: str) -> int:
 
 
 def bind_any(axes: AxisLike, argument: str = "axis") -> Ring:
-    """Returns the ring over `axes`, which may be empty."""
     return Ring((), size=1) if axes in ((), []) else bind(axes, argument)
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
-    """Returns distinct names of mesh axes, or raises."""
     names = axis.names if isinstance(axis, Axis) else axis
     names = (
         (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
@@ -321,7 +313,6 @@ def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
 
 
 def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.ndarray, " size"]:
-    """Returns each logical index's position in mesh order."""
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise value_error(
@@ -339,7 +330,6 @@ def check_mode(mode: Any, argument: str = "mode") -> None:
 
 
 def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
-    """Returns walks through all devices that share no link."""
     if min(sizes.values()) == 2 < max(sizes.values()):
         raise value_error(
             f"mode='multi-ring' over axes of sizes {sizes}: each must be 3 or more, as two "

@@ -1,6 +1,6 @@
 """Tables that layouts pad. A loss over a table needs the number of rows without padding.
 
-A local block does not tell its padding, and each row of zeros would add exp(0) to a softmax.
+A block does not tell its padding, and each row of zeros would add exp(0) to a softmax.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from jaxpar.arguments.calls import value_error
 
 @dataclass(frozen=True)
 class PaddedTable:
-    """A table whose `rows` become `padded` on the devices of `axes`.
-
-    Any other dimension may be the width: stacked tables have several.
-    """
+    """A table whose `rows` become `padded`. Stacked tables have several possible widths."""
 
     path: str
     rows: int
@@ -37,7 +34,6 @@ class PaddedTables:
             _known.add(self)
 
     def stay_with(self, arrays: Iterable[Any]) -> None:
-        """Keeps this object alive as long as the arrays."""
         for array in arrays:
             finalize(array, lambda held: None, self).atexit = False  # holds `self` until then
 
@@ -46,7 +42,6 @@ _known: WeakSet[PaddedTables] = WeakSet()
 
 
 def check_no_padding(argument: str, width: int, rows: int) -> None:
-    """Raises if a layout pads a table to these sizes."""
     check_no_padding_between(width, rows)
     if tables := _of_size(width, rows):
         says = ", or ".join(dict.fromkeys(f"{argument}={table.rows}" for table in tables))
@@ -57,7 +52,7 @@ def check_no_padding(argument: str, width: int, rows: int) -> None:
 
 
 def check_no_padding_between(width: int, rows: int) -> None:
-    """Raises if such a table has padding between rows."""
+    """Raises if a layout's table has padding between rows."""
     if tables := [table for table in _of_size(width, rows) if not table.at_the_end]:
         raise value_error(
             f"{_told(tables)}, as many as here: rows after the padding of a shard would belong to "
@@ -66,7 +61,7 @@ def check_no_padding_between(width: int, rows: int) -> None:
 
 
 def _of_size(width: int, rows: int) -> list[PaddedTable]:
-    """Returns tables of these sizes; any axes, since rows may be sharded again."""
+    """Returns such tables, of any axes: rows may be sharded again."""
     known = (table for of_layout in list(_known) for table in of_layout.tables)
     found = {table for table in known if table.padded == rows and width in table.widths}
     # A layout and its optimizer's states have the same tables: count them once.

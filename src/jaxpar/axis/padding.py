@@ -16,7 +16,7 @@ AnyArray = Array | np.ndarray
 class PaddedDim:
     """A dimension in blocks of one size, whose last entries may be padding.
 
-    The first `full` blocks have no padding. The next have `rest` entries each, until none are left.
+    The first `full` blocks have none, the next have `rest` entries each.
     """
 
     size: int  # without padding
@@ -42,7 +42,6 @@ class PaddedDim:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns each block's entries without padding."""
         left = self.size - self.full * self.block
         found = [self.block] * self.full
         for _ in range(self.full, self.parts):

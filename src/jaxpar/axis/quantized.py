@@ -105,7 +105,6 @@ def exact_of(x: Any) -> Array:
 
 
 def as_operand(argument: str, x: Any) -> Any:
-    """Returns a user's array or `Quantized`, or raises."""
     if not isinstance(x, Quantized):
         return as_array(argument, x)
     values = as_array(f"{argument}.values", x.values)
@@ -121,6 +120,6 @@ def as_operand(argument: str, x: Any) -> Any:
     if len(of) != len(at) or any(n % m if m else n for n, m in zip(of, at, strict=True)):
         raise value_error(
             f"{argument}.scales have local shape {at}, which does not divide that of the values, "
-            f"{of}; each dimension must divide the values' own (1: one scale for all of it)"
+            f"{of}; each dimension must divide the values' own (1: one scale for all entries)"
         )
     return replace(x, values=values, scales=scales)

@@ -73,7 +73,6 @@ def check_chance(how: LowBit, key: Any) -> None:
 
 
 def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:
-    """Quantizes x in blocks along `dim`."""
     block = columns_of(how, x.shape[dim])
     apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
     wide = x.astype(addition_dtype(x.dtype))
@@ -97,7 +96,6 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
 
 
 def columns_of(how: LowBit, length: int) -> int:
-    """Returns how many neighbours share a scale."""
     most = max(1, min(how.columns or length, length))
     return next(block for block in range(most, 0, -1) if length % block == 0)
 

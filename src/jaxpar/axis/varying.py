@@ -16,13 +16,12 @@ from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype, su
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
-    """Returns the axes over which any leaf varies; none under `check_vma=False`."""
+    """Returns axes over which leaves vary; none under `check_vma=False`."""
     leaves = jax.tree.leaves(trees)
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
 
 
 def checks_varying(axis: tuple[str, ...]) -> bool:
-    """Returns whether the enclosing `jax.shard_map` has `check_vma=True`."""
     # A type is enough. An index would add an equation to the program at each cast.
     kind = _index_over(axis).eval_shape().manual_axis_type
     return kind is not None and bool(kind.varying)
@@ -32,10 +31,7 @@ _index_over = cache(lambda axis: jax.jit(lambda: lax.axis_index(axis)))  # JAX c
 
 
 def vary_over(axes: Iterable[str], tree: Any) -> Any:
-    """Types every leaf as varying over `axes`, too.
-
-    The derivative is a psum over the added axes.
-    """
+    """Types leaves as varying over `axes`, too; the derivative is a psum."""
     wanted = frozenset(axes)
     if not any(wanted - varying_axes(x) for x in jax.tree.leaves(tree)):
         return tree
@@ -50,7 +46,7 @@ def vary_over(axes: Iterable[str], tree: Any) -> Any:
 
 
 def spec_of(x: jax.Array) -> tuple[Any, ...]:
-    """Returns the explicit mesh axes that shard each dimension."""
+    """Returns the explicit axes that shard each dimension."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return spec + (None,) * (x.ndim - len(spec))
 
@@ -63,7 +59,7 @@ def vary_wide(axes: Iterable[str], x: jax.Array) -> jax.Array:
 def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Array:
     """Types x as varying, in the dtype of sums.
 
-    The derivative sums over devices in the dtype of x, or in a wider `wire_dtype`.
+    The derivative sums in the dtype of x, or in a wider `wire_dtype`.
     """
     check_wire(wire_dtype, x.dtype)
     asked, wide = summed_as(wire_dtype, x.dtype), addition_dtype(x.dtype)
@@ -72,10 +68,10 @@ def vary_on_wire(axes: Iterable[str], x: jax.Array, wire_dtype: Any) -> jax.Arra
 
 
 def vary_alike(axis: tuple[str, ...], *trees: Any) -> Any:
-    """Types all leaves as varying over `axis` and each other's axes."""
+    """Types leaves as varying over `axis` and each other's axes."""
     return vary_over(varying_axes(*trees) | set(axis), trees)
 
 
 def zeros_alike(shape: tuple[int, ...], dtype: DTypeLike, *like: Any) -> jax.Array:
-    """Returns zeros that vary over all axes of `like`, as a loop's carry must."""
+    """Returns zeros that vary like `like`, as a loop's carry must."""
     return vary_over(varying_axes(*like), jnp.zeros(shape, dtype))

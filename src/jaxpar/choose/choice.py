@@ -1,6 +1,6 @@
 """Chooses the algorithm of `mode="auto"` for each pass over a ring.
 
-A rule for each kind of `Problem` excludes modes. The fastest of the others by prediction is taken.
+A rule for each kind of `Problem` excludes modes; the fastest of the others is taken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ Rule = Callable[[Problem, Mode, Flows], str]
 
 
 def choose_way(problem: Problem) -> Way:
-    """Returns the ring's mode's algorithm; for `auto`, the fastest by prediction."""
     return choose_ways(problem)[0]
 
 
@@ -63,7 +62,7 @@ def _least(some: list[T], seconds: Callable[[T], float]) -> T:
 
 
 def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
-    """Returns a named mode's algorithm, or all that `auto` may take."""
+    """Returns the algorithms that a mode allows."""
     if mode != "auto":
         return [way_of(problem, mode, flows)]
     rule = RULES[problem.kind]
@@ -73,34 +72,27 @@ def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The predicted seconds of a problem's algorithms."""
-
     problem: Problem
     _known: dict[tuple[Way, Flows, int], float] = field(default_factory=dict)
 
     def seconds(self, way: Way, flows: Flows, kept: int = 0) -> float:
-        """Returns a pass' seconds, with `kept` saved blocks for its last flow."""
         key = way, flows, kept
         if key not in self._known:
             self._known[key] = way.seconds(self.problem, flows, kept)
         return self._known[key]
 
     def forward(self, way: Way) -> float:
-        """Returns a forward pass' seconds, for comparison."""
         return self._compared(way, self.seconds(way, self.problem.forward))
 
     def backward(self, way: Way, first: Way) -> float:
-        """Returns the seconds of a backward pass after `first`, for comparison."""
         kept = self.kept(first, way)
         return self._compared(way, self.seconds(way, self.problem.backward, kept))
 
     def of_both(self, pair: Ways) -> float:
-        """Returns the seconds of both passes, for comparison."""
         first, second = pair
         return self.forward(first) + self.backward(second, first)
 
     def kept(self, first: Way, second: Way) -> int:
-        """Returns the number of blocks that a forward pass saves."""
         problem = self.problem
         if not problem.forward or problem.forward[0].kind != "gather":
             return 0
@@ -118,7 +110,6 @@ class Predictions:
 
 
 def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
-    """Returns a named mode's algorithm for a pass."""
     if mode == "naive":
         return Naive(problem.ring)
     # Other algorithms are loaded only if a program may use them.
@@ -143,7 +134,7 @@ def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
     if size == 1:
         return "one device"
     if chip is None:
-        return "nothing is known of the chip"
+        return "the chip is not in the table"
     if mode == "stationary":
         moves = any(flow.partners + flow.exchanged for flow in problem.forward)
         return "" if moves else "no other operand can travel"
@@ -159,18 +150,15 @@ def beside_a_matmul(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def of_attention(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why attention may not take a mode."""
     if problem.near is None:
         return beside_a_matmul(problem, mode, flows)
     return "" if mode == "unidirectional" else "the blocks of near devices are fewer bytes"
 
 
 def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why a layer's matmul may not take a mode.
-
-    Other matmuls hide a layer's collectives, except the gather in front of attention. On TPUs, sums
-    may go in chunks of another label than the sequence's.
-    """
+    """Returns why a layer's matmul may not take a mode."""
+    # Other matmuls hide its collectives, except the gather before attention. On TPUs, sums may go
+    # in chunks of another label than the sequence's.
     if mode == "naive":
         return ""
     gathers = bool(problem.forward) and problem.forward[0].kind == "gather"
@@ -180,7 +168,7 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
     if not pieces or problem.chip is None or not problem.chip.torus:
         return "a layer's other matmuls hide its collectives"
     if not is_asynchronous(problem):
-        return "the compiler runs no collective beside other work"
+        return "the compiler overlaps no collective with other work"
     if gathers:
         return _not_stepwise(problem)
     across = all(flow.in_chunks(CHUNKED[mode]).along != flow.along for flow in flows)
@@ -188,10 +176,8 @@ def in_a_layer(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why a lone collective may not take a mode.
-
-    Behind a switch, permutes are slower than one collective.
-    """
+    """Returns why a lone collective may not take a mode."""
+    # Behind a switch, permutes are slower.
     chip = problem.chip
     best: Mode = "multi-ring" if problem.spans_a_torus else "bidirectional"
     if chip is None or not chip.torus:
@@ -200,8 +186,8 @@ def by_links(problem: Problem, mode: Mode, flows: Flows) -> str:
 
 
 def naively(problem: Problem, mode: Mode, flows: Flows) -> str:
-    """Returns why work that hides no transfer may not take a mode."""
-    return "" if mode == "naive" else "it has no work of its own to hide behind"
+    """Returns why work that hides no transfer may not."""
+    return "" if mode == "naive" else "it has no work of its own to overlap with"
 
 
 RULES: dict[Kind, Rule] = {
@@ -224,7 +210,7 @@ def _not_in_chunks(problem: Problem, chunks: int, flows: Flows) -> str:
     if problem.kind == "attention":
         return "blocks are used one by one"
     if not problem.beside:
-        return "the compiler runs no collective beside other work"
+        return "the compiler overlaps no collective with other work"
     if problem.figures.torus:
         return ""
     if chunks > 2:
@@ -238,10 +224,9 @@ def _not_in_chunks(problem: Problem, chunks: int, flows: Flows) -> str:
 
 
 def _not_stepwise(problem: Problem) -> str:
-    """Returns why no ring can win."""
     chip, size = problem.figures, problem.ring.size
     if size == 2:
-        return "two devices have one transfer, and nothing that hides it"
+        return "two devices have one transfer, and nothing overlaps with it"
     if chip.switched is not None and size > chip.switched:
         return f"beyond one switch, of {chip.switched} devices, all hops wait for one port"
     if _is_synchronous(problem):
@@ -261,15 +246,13 @@ def _not_by_disjoint_rings(problem: Problem, flows: Flows) -> str:
         not problem.ring.disjoint()[0].crosses_a_cube
     ):
         return ""
-    return "across a cube thirds of what is not rows cost more than they save"
+    return "across a cube, thirds of anything but rows cost more than they save"
 
 
 def _is_synchronous(problem: Problem) -> bool:
-    """Returns whether the compiler makes permutes synchronous here, so that a ring only loses.
-
-    It does on wrap-around links, in a slice of eight times the dimension. A ring that fills the
-    dimension uses them, and so does a shorter one with gaps.
-    """
+    """Returns whether the compiler makes permutes synchronous, so that a ring only loses."""
+    # It does on wrap-around links, in a slice of eight times the dimension. A ring that fills the
+    # dimension uses them, and so does a shorter one with gaps.
     around, size = problem.figures.synchronous_around, problem.ring.size
     if around is None or problem.devices < 8 * around:
         return False
@@ -277,10 +260,8 @@ def _is_synchronous(problem: Problem) -> bool:
 
 
 def may_keep(ring: Ring) -> bool:
-    """Returns whether a matmul may save what it gathered for a special derivative.
-
-    `auto` does so on TPUs only: a GPU adds sums in separate passes, and gathers again meanwhile.
-    """
+    """Returns whether a matmul may save what it gathered."""
+    # `auto` does so on TPUs only: a GPU adds sums in separate passes, and gathers again meanwhile.
     # On a GPU, 8192x8192x28672 over 8 H100 takes 1510 us, and 1770 us with what was saved.
     if ring.keep_gathered is not None:
         return ring.keep_gathered

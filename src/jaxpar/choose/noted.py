@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WayRow:
-    """An algorithm in a decision's table.
-
-    Attributes:
-      seconds: None: no prediction.
-      out: why it is excluded; "" if it is not.
-    """
+    """An algorithm in a decision's table; `out` says why it is excluded."""
 
     way: str
     seconds: float | None = None
@@ -33,37 +28,29 @@ class WayRow:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision for a part of a call site, such as "forward".
-
-    Attributes:
-      tuned: whether a file of `jaxpar tune` decided.
-      frames: of the stack, the innermost last: file, line and function.
-    """
+    """A decision for a part of a call site, such as "forward"."""
 
     problem: Problem
     part: str
     rows: tuple[WayRow, ...]
     taken: str
-    tuned: bool
+    tuned: bool  # whether a file of `jaxpar tune` decided
+    # of the stack, the innermost last: file, line and function
     frames: tuple[tuple[str, int, str], ...]
 
     @property
     def asked(self) -> str:
-        """Returns the mode that the program names, or "auto"."""
         ring = self.problem.ring
         return (ring.backward or ring.mode) if self.part == "backward" else ring.mode
 
 
 @dataclass(eq=False)
 class Notes:
-    """The decisions of a traced program."""
-
     decisions: list[Decision] = field(default_factory=list[Decision])
 
     def part(
         self, problem: Problem, part: str, rows: Iterable[WayRow], taken: str, tuned: bool = False
     ) -> None:
-        """Adds a part's decision, with the current stack."""
         stack = traceback.extract_stack()
         frames = tuple((f.filename, f.lineno or 0, f.name) for f in stack)
         self.decisions.append(Decision(problem, part, tuple(rows), taken, tuned, frames))

@@ -7,12 +7,10 @@ from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
 
 
 def choose_dispatch(problem: Problem) -> Dispatch:
-    """Returns the dispatch of tokens to experts: all-to-all (`ragged`), if it costs no more.
-
-    All-gather wins if nearly every token needs nearly every device. On a ring of links, a row goes
-    n/4 places to each device that it needs, and n - 1 past all. Behind a switch, copies for a
-    ragged exchange cost passes over memory.
-    """
+    """Returns the dispatch of tokens to experts: all-to-all (`ragged`), if it costs no more."""
+    # All-gather wins if nearly every token needs nearly every device. On a ring of links, a row
+    # goes n/4 places to each device that it needs, and n - 1 past all. Behind a switch, copies for
+    # a ragged exchange cost passes over memory.
     best, tuned = _dispatch(problem), settled_dispatch(problem)
     taken = tuned or best
     why = "it sends more bytes"
@@ -33,7 +31,6 @@ def _dispatch(problem: Problem) -> Dispatch:
 
 
 def _dispatch_behind_a_switch(problem: Problem, chip: Chip) -> Dispatch:
-    """Compares the seconds per token and byte of a row."""
     needed, n = problem.needed, problem.ring.size
     link = chip.link if chip.switched is None or n <= chip.switched else chip.network
     copies = min([n, *(shape[1] for shape in problem.shapes[1:])])  # the most there can be
@@ -44,20 +41,16 @@ def _dispatch_behind_a_switch(problem: Problem, chip: Chip) -> Dispatch:
 
 
 def applies_experts_in_stages(chunks: int) -> bool:
-    """Returns whether two exchanges each overlap with half the experts' work.
-
-    A TPU runs one exchange at a time.
-    """
+    """Returns whether two exchanges each overlap with half the experts' work."""
+    # A TPU runs one exchange at a time.
     chip = traced_chip()
     return chunks > 1 and chip is not None and chip.torus
 
 
 def applies_experts_in_slots(average: float) -> bool:
-    """Returns whether experts with `average` rows are applied to a static number of rows.
-
-    TPUs have a kernel for groups of any size. Slots read the weights of experts without rows: most
-    of them, below an average of one.
-    """
+    """Returns whether experts are applied to a static number of rows."""
+    # TPUs have a kernel for groups of any size. Slots read the weights of experts without rows:
+    # most, below an `average` of one.
     chip = traced_chip()
     without_kernel = traced_for_cpu() if chip is None else not chip.torus
     return without_kernel and average >= 1

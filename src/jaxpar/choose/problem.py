@@ -22,41 +22,28 @@ def _traced_devices() -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Work over a ring, from one device's view: everything on which a choice may depend.
-
-    Attributes:
-      shapes: of the local operands; for experts, of tokens and their choices.
-      backward: flows; empty if one algorithm serves both passes.
-      needed: average number of devices that a token needs.
-      chip: None: unknown.
-      devices: of the whole mesh.
-      told: collectives that overlap with other work; None: as the traced program's options say.
-      what: tells it from other work of equal shapes.
-      keeps: whether the forward pass may save gathered blocks for a special backward pass.
-      keeps_by_jax: whether it does if JAX derives it.
-      near: directions and number of hops, if only near devices are needed.
-    """
+    """Work over a ring, from one device's view: everything on which a choice may depend."""
 
     kind: Kind
     ring: Ring
+    # of the local operands; for experts, of tokens and their choices
     shapes: tuple[Shape, ...] = ()
     forward: tuple[Flow, ...] = ()
-    backward: tuple[Flow, ...] = ()
-    needed: float = 0.0
-    chip: Chip | None = field(default_factory=traced_chip)
-    devices: int = field(default_factory=_traced_devices)
+    backward: tuple[Flow, ...] = ()  # empty if one algorithm serves both passes
+    needed: float = 0.0  # average number of devices that a token needs
+    chip: Chip | None = field(default_factory=traced_chip)  # None: unknown
+    devices: int = field(default_factory=_traced_devices)  # of the whole mesh
+    # collectives that overlap with other work; None: as the traced program's options say
     told: frozenset[str] | None = None
-    what: str = ""
+    what: str = ""  # tells it from other work of equal shapes
     links: AxisLinks = field(default_factory=traced_links)
-    keeps: bool = False
-    keeps_by_jax: bool = True
+    keeps: bool = False  # whether gathered blocks may be saved for a special backward pass
+    keeps_by_jax: bool = True  # whether they may if JAX derives it
+    # directions and number of hops, if only near devices are needed
     near: tuple[tuple[int, ...], int] | None = None
 
     def messages(self, how: How) -> int:
-        """Returns how many messages share the busiest link, if all rings over these axes send.
-
-        An unknown mesh has 1.
-        """
+        """Returns the messages on the busiest link, if all rings send; unknown: 1."""
         names = tuple(ring.names[0] for ring in self.ring.stages())
         if self.links.messages is None or not names:
             return 1
@@ -74,18 +61,16 @@ class Problem:
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """Returns the collectives that overlap with other work."""
         return traced_asynchronous() if self.told is None else self.told
 
     @property
     def figures(self) -> Chip:
-        """Returns the chip, which must be known."""
-        assert self.chip is not None, "nothing is predicted of a chip that is in no table"
+        assert self.chip is not None, "no prediction for a chip that is in no table"
         return self.chip
 
     @property
     def innermost(self) -> bool:
-        """Returns whether its axes are the mesh's last, so devices are neighbours."""
+        """Returns whether its axes are the mesh's last, with neighbouring devices."""
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
         axes = [name for name, size in sizes.items() if size > 1]
         within = [name for name in self.ring.names if sizes.get(name, 1) > 1]  # more than a device

@@ -7,14 +7,11 @@ from jaxpar.ring.seconds import collective_time, fitted_to, work_time
 
 
 def choose_row_chunks(problem: Problem) -> int:
-    """Returns the number of chunks in which rows should go through a block of layers.
-
-    Chunks are independent, so that all collectives but the first and last chunk's overlap with
-    matmuls. But each chunk reads all weights.
-    """
+    """Returns the number of chunks in which rows should go through a block of layers."""
+    # Collectives of inner chunks overlap with matmuls, but each chunk reads all weights.
     chip, ring = problem.chip, problem.ring
     named = ring.mode != "auto" or ring.backward not in (None, "auto")
-    out = "its ways are named" if named else _not_in_chunks(problem)
+    out = "its algorithms are named" if named else _not_in_chunks(problem)
 
     def seconds(chunks: int) -> float:
         return row_chunks_time(problem, chunks)
@@ -33,15 +30,14 @@ def choose_row_chunks(problem: Problem) -> int:
 
 
 def _not_in_chunks(problem: Problem) -> str:
-    """Returns why one chunk is the fastest."""
     chip = problem.chip
     if problem.ring.size == 1:
         return "one device"
     if chip is None:
-        return "nothing is known of the chip"
+        return "the chip is not in the table"
     if not chip.torus:
         return "the compiler joins the collectives of chunks again"
-    return "" if is_asynchronous(problem) else "the compiler runs no collective beside other work"
+    return "" if is_asynchronous(problem) else "the compiler overlaps no collective with other work"
 
 
 def row_chunks_time(problem: Problem, chunks: int) -> float:

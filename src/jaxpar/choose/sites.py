@@ -1,7 +1,7 @@
 """Call sites: their names, and decisions that replace the model's.
 
-Problems of one name get one algorithm. The name has everything that may change the fastest one,
-except chip, mesh and compiler, which hold for a whole file.
+Problems of one name get one algorithm. The name has all that may change the fastest one, except
+chip, mesh and compiler, which hold for a whole file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ notes: Any = jax.make_user_context(default_value=None)  # `Notes`, if decisions 
 
 @dataclass(frozen=True)
 class Asked:
-    """A decision that a program asks for.
-
-    Attributes:
-      size: of the operands; trials start with the largest.
-    """
+    """A decision that a program asks for. Trials start with the largest `size`."""
 
     site: str
     part: str
@@ -45,12 +41,11 @@ class Asked:
 
 
 def decide(asked: Asked) -> Any:
-    """Returns a part's decision, `auto` if nothing was tried."""
+    """Returns a part's decision; untried: `auto`."""
     return AUTO if using.value is None else using.value.decide(asked)
 
 
 def imposed() -> Mode | None:
-    """Returns the mode that a trial imposes on all sites."""
     trial = imposing.value
     if trial is None:
         return None
@@ -59,7 +54,6 @@ def imposed() -> Mode | None:
 
 
 def is_tuning() -> bool:
-    """Returns whether a file or a trial decides."""
     return using.value is not None
 
 
@@ -69,7 +63,7 @@ DISPATCHES = ("ragged", "all_gather")
 
 
 def site_of(problem: Problem) -> str:
-    """Returns the name, such as `matmul over tp=4: gather a of ak,kn->an, bfloat16; 64x8, 8x16`."""
+    """Returns a name: `matmul over tp=4: gather a of ak,kn->an, bfloat16; 64x8, 8x16`."""
     ring = problem.ring
     runs = [(shape, len(list(alike))) for shape, alike in groupby(problem.shapes)]
     texts = [("x".join(map(str, shape)) or "()", times) for shape, times in runs]
@@ -89,7 +83,7 @@ def _wire_text(wire: Any) -> str:
 
 
 def settled(problem: Problem) -> Problem:
-    """Replaces `auto` by the fastest modes found, or all by an imposed one."""
+    """Replaces `auto` by the fastest modes, or all by an imposed one."""
     ring = problem.ring
     if ring.size > 1 and (mode := imposed()) is not None:
         return replace(problem, ring=replace(ring, mode=mode, backward=mode))
@@ -118,7 +112,6 @@ def settled_chunks(problem: Problem) -> int | None:
 
 
 def settled_dispatch(problem: Problem) -> Dispatch | None:
-    """Returns the fastest dispatch found; None: `auto` decides."""
     if not is_tuning() or problem.ring.size == 1:
         return None
     dispatch: Any = _decide(problem, "dispatch", DISPATCHES)

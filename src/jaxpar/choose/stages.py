@@ -10,10 +10,8 @@ from jaxpar.ring.ways import Way
 
 
 def choose_stages(problem: Problem) -> tuple[Way, ...]:
-    """Returns the algorithms of weights over several axes, in a scatter's order.
-
-    A collective and disjoint rings take all axes at once. In steps, each axis is a stage.
-    """
+    """Returns the algorithms of weights over several axes, in a scatter's order."""
+    # In steps, each axis is a stage. Other algorithms take all axes at once.
     named = settled(problem)
     stages = _stages(named)
     if stages and notes.value is not None:

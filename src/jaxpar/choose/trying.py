@@ -15,20 +15,14 @@ Choices = Mapping[str, Mapping[str, str]]
 
 @dataclass(eq=False)
 class Trial:
-    """Algorithms to try, and the decisions that a program asks for meanwhile.
-
-    Attributes:
-      imposed: a mode that replaces all others.
-      met: whether the program has a site for it.
-    """
+    """Algorithms to try, and the decisions that a program asks for meanwhile."""
 
     choices: Choices
     asked: dict[tuple[str, str], Asked] = field(default_factory=dict[tuple[str, str], Asked])
-    imposed: Mode | None = None
-    met: bool = False
+    imposed: Mode | None = None  # a mode that replaces all others
+    met: bool = False  # whether the program has a site for it
 
     def decide(self, asked: Asked) -> str:
-        """Returns the algorithm to try here, or `auto`."""
         self.asked.setdefault((asked.site, asked.part), asked)
         return self.choices.get(asked.site, {}).get(asked.part, AUTO)
 

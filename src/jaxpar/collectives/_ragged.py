@@ -106,7 +106,7 @@ def _native(ring: Ring) -> Any:
 
 
 def _apart(native: Any) -> Any:
-    """Separates the layout in which TPUs exchange rows, in halves, from that of other work."""
+    """Separates the TPU exchange's layout, in halves, from other work's."""
 
     def apart(operand: Operand, output: Output, slices: Slices) -> Output:
         return lax.optimization_barrier(native(lax.optimization_barrier(operand), output, slices))
@@ -115,10 +115,7 @@ def _apart(native: Any) -> Any:
 
 
 def _emulated(ring: Ring) -> Any:
-    """Returns all-to-alls of blocks, as many as the longest slice needs.
-
-    A step moves about 1/m of the buffer.
-    """
+    """Returns as many all-to-alls of blocks as the longest slice needs."""
 
     def emulated(operand: Operand, output: Output, slices: Slices) -> Output:
         rows = min(operand.shape[0], output.shape[0])
@@ -179,7 +176,7 @@ def ragged_all_to_all(
         axis, 0, 0, tiled=True)`.
       axis: a mesh axis, several in any order, or an `Axis`.
 
-    Sent slices may overlap: gradients of shared rows are summed. Received slices must not overlap.
+    Sent slices may overlap: gradients of shared rows are summed. Received slices must not.
 
     Returns:
       `[out_rows, ...]`, varying over `axis` and all axes of the arguments.
@@ -189,8 +186,8 @@ def ragged_all_to_all(
       ValueError: row shapes or lengths differ, n does not divide a length, the axis is unknown, or
         the call is outside shard_map.
 
-    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets. If
-    sent slices overlap, it takes one exchange for each slice. On CPU, equal slices take about one
+    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets, in
+    one exchange for each slice if sent slices overlap. On CPU, equal slices take about one
     all-to-all of the buffer, and n if one device gets all.
 
     Example:
@@ -226,7 +223,7 @@ def _exchange(operand: Operand, output: Output, slices: Slices, ring: Ring, rows
 def _exchange_back(
     ct: Output, slices: Slices, ring: Ring, rows: int
 ) -> Shaped[Array, " {rows} *row"]:
-    """Returns, for each row of the operand, the sum of `ct` where `exchange_rows` put the row."""
+    """Sums `ct` for each operand row, where `exchange_rows` put the row."""
     count = slices.send_sizes.size
     slices_per_pair = count // ring.size
     back = Slices(
@@ -294,7 +291,6 @@ _exchange_back.defvjp(_back_fwd, _back_bwd)
 
 
 def _overlap(slices: Slices) -> Bool[Array, ""]:
-    """Returns whether two sent slices share a row."""
     starts, sizes = slices.input_offsets, slices.send_sizes
     # Sort empty slices behind all others, so that none is between two others.
     far = jnp.iinfo("int32").max
@@ -303,7 +299,7 @@ def _overlap(slices: Slices) -> Bool[Array, ""]:
 
 
 def _arrived(slices: Slices, ring: Ring, ct: Output) -> Bool[Array, " out_rows *ones"]:
-    """Returns which rows of the output were written, as `[out_rows, 1, ...]`."""
+    """Returns which output rows were written, `[out_rows, 1, ...]`."""
     starts = swap(slices.output_offsets, ring)
     steps = jnp.zeros(ct.shape[0] + 1, "int32")
     (steps, starts, sizes) = vary_alike((), steps, starts, slices.recv_sizes)
@@ -324,7 +320,7 @@ def _check_slices(slices: Slices, ring: Ring) -> Slices:
             raise value_error(
                 f"{argument} has local shape {x.shape}, but needs one dimension, whose "
                 f"size is that of {ring} or a multiple of it{found if x.ndim == 1 else ''}; give "
-                "each device as many entries as any other, with size 0 for what is not sent"
+                "every device the same number of entries, with size 0 for slices that are not sent"
             )
         if x.size != slices.input_offsets.size:
             raise value_error(

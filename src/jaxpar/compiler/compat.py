@@ -13,11 +13,10 @@ from jax.sharding import AxisType
 
 
 def empty_like_blocks(block: Array, dim: int, count: int, dtype: Any = None) -> Array:
-    """Returns unwritten memory for `count` of `block` along `dim`, not yet varying over any axis.
-
-    It is batched only if `block` is. Up to jax 0.11, `lax.empty` is always batched under vmap. As
-    the gradient of an unbatched operand, it would be summed over the batch.
-    """
+    """Returns unwritten memory for `count` of `block` along `dim`."""
+    # It varies over no axis yet. It is batched only if `block` is. Up to jax 0.11, `lax.empty` is
+    # always batched under vmap, and the gradient of an unbatched operand would be summed over the
+    # batch.
     if jax.__version_info__ >= (0, 12):
         return _empty(block, dim, count, dtype)
 
@@ -34,11 +33,8 @@ def empty_like_blocks(block: Array, dim: int, count: int, dtype: Any = None) -> 
 
 
 def optimization_barrier(tree: Any) -> Any:
-    """Applies the barrier of lax, with each leaf typed as before.
-
-    On jax 0.10, a leaf that would vary over more axes is returned as it came: the others wait for
-    it.
-    """
+    """Applies the barrier of lax, with each leaf typed as before."""
+    # On jax 0.10, a leaf that would vary over more axes skips it; others wait for it.
     tied = lax.optimization_barrier(tree)
     return jax.tree.map(lambda x, y: y if jax.typeof(y) == jax.typeof(x) else x, tree, tied)
 
@@ -50,10 +46,8 @@ def _empty(block: Array, dim: int, count: int, dtype: Any) -> Array:
 
 
 def all_gather(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
-    """Gathers like lax, joined along `dim`; None: along a new first dimension.
-
-    With explicit axes, its derivative `lax.psum_scatter` fails: see `psum_scatter`.
-    """
+    """Gathers like lax, joined along `dim`; None: along a new first dimension."""
+    # With explicit axes, its derivative `lax.psum_scatter` fails: see `psum_scatter`.
     if not _beside_explicit_axes():
         return lax.all_gather(x, axes, axis=dim or 0, tiled=dim is not None)
     blocks = lax.all_to_all(jnp.stack([x] * lax.axis_size(axes)), axes, 0, 0)
@@ -63,11 +57,9 @@ def all_gather(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array
 
 
 def psum_scatter(x: Array, axes: tuple[str, ...], dim: int | None = None) -> Array:
-    """Scatters like lax, cut along `dim`; None: along the first dimension, which is removed.
-
-    With explicit axes of a `shard_map`, JAX cannot lower `lax.psum_scatter` (0.12), or not of an
-    array sharded over them (0.10). An exchange and a sum send as much.
-    """
+    """Scatters like lax, cut along `dim`; None: along the first dimension, which is removed."""
+    # With explicit axes, JAX cannot lower `lax.psum_scatter` (0.12), or not of an array sharded
+    # over them (0.10). An exchange and a sum send as much.
     if not _beside_explicit_axes():
         return lax.psum_scatter(x, axes, scatter_dimension=dim or 0, tiled=dim is not None)
     if dim is not None:
@@ -87,18 +79,14 @@ def cuts_within_matmuls() -> bool:
 
 
 def manual_axes(params: Mapping[str, Any]) -> Collection[str]:
-    """Returns the axes that a `shard_map` equation makes manual."""
     # Before jax 0.12 the parameter has another name.
     return params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
 
 
 @contextmanager
 def reading_profiles() -> Generator[None, None, None]:
-    """Allows `jax.profiler.ProfileData` where warnings are errors.
-
-    jaxlib makes its classes without a module. Python warns about it, and an error there ends the
-    process.
-    """
+    """Allows `jax.profiler.ProfileData` where warnings are errors."""
+    # jaxlib's classes have no module. Python's warning would end the process.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
         yield

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 def with_derivative(function: Function, fwd: Function, bwd: Function, statics: int = 1) -> Function:
     """Returns `function(how, *operands)` with a derivative, as in `jax.custom_vjp`.
 
-    The first `statics` arguments are static. If `how.derived_by_jax`, JAX derives the function.
+    The first `statics` arguments are static. If `how.derived_by_jax`, JAX derives it.
     """
     ruled = jax.custom_vjp(function, nondiff_argnums=tuple(range(statics)))
     ruled.defvjp(fwd, bwd)
@@ -25,19 +25,16 @@ def with_derivative(function: Function, fwd: Function, bwd: Function, statics: i
 
 
 def as_residuals(operands: Any) -> Any:
-    """Returns operands as residuals of a rule.
-
-    Without it, on jax 0.10 to 0.12.0, JAX passes a scalar for an operand when a scan is
-    differentiated twice.
-    """
+    """Returns operands as residuals of a rule."""
+    # Without it, jax 0.10 to 0.12.0 passes a scalar if a scan is differentiated twice.
     return optimization_barrier(operands)
 
 
 def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
     """Returns two functions, each the derivative of the other in its last operand.
 
-    Both are `(how, given, x)`, linear in the pytree `x`. `how` is static, and `given` a pytree of
-    integers without derivative.
+    Both are `(how, given, x)`: `how` is static, `given` integers, and `x` a pytree, in which they
+    are linear.
     """
 
     def fwd_one(how: Any, given: Any, x: Any) -> Any:

@@ -8,11 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def written(path: str | Path) -> Generator[Path, None, None]:
-    """Yields a temporary name; at the end, its file replaces `path`.
-
-    An interrupted block leaves `path` unchanged. Special files such as /dev/stdout are written
-    directly.
-    """
+    """Yields a temporary name; at the end, its file replaces `path`."""
+    # An interruption leaves `path` unchanged. Special files are written directly.
     final = Path(path).resolve()
     if final.exists() and not final.is_file():
         yield Path(path)

@@ -33,10 +33,8 @@ def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
 
 
 def named_axes(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns all texts in equations' parameters, among them the axes that they name.
-
-    Names of functions and values are left out, because they may equal an axis' name.
-    """
+    """Returns all texts in equations' parameters, among them axes."""
+    # Names of functions and values are left out: they may equal an axis' name.
     named: set[str] = set()
     for eqn in jaxpr.eqns:
         texts = [value for key, value in eqn.params.items() if key != "name"]

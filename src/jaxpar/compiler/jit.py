@@ -106,7 +106,6 @@ class Jitted:
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces like `jax.jit`."""
         with self.ready() as jitted:
             return jitted.trace(*args, **kwargs)
 
@@ -116,12 +115,10 @@ class Jitted:
             return jitted.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns shapes like `jax.jit`."""
         with self.ready() as jitted:
             return jitted.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Clears the cache like `jax.jit`."""
         for jitted in (self._within, *(jitted for _, jitted in self._jitted.values())):
             jitted.clear_cache()
 
@@ -143,13 +140,12 @@ class Jitted:
             yield jitted
 
     def _require(self, outer: Options) -> None:
-        """Raises if the outermost function lacks these options."""
         missing = {name: value for name, value in self._more.items() if outer.get(name) != value}
         if missing:
             name = getattr(self._fun, "__name__", self._fun)
             raise value_error(
-                f"jit: {name} has compiler options that the jitted function which calls it has "
-                f"not: {missing}; a program has those of its outermost function: give them there"
+                f"jit: {name} has compiler options that its jitted caller lacks: {missing}; only "
+                "those of the outermost jitted function count: give them there"
             )
 
     def _for_chip(self) -> tuple[Options, Any]:
@@ -169,7 +165,7 @@ def jitted_with(fn: Any, options: Options) -> tuple[Any, Options]:
 
 
 def jitted_like(fn: Any, caller: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `caller` of `fn`, jitted like `fn` if by `jaxpar.jit`."""
+    """Jits `caller`, which calls `fn`, as `jaxpar.jit` jitted `fn`."""
     return fn.calling(caller) if isinstance(fn, Jitted) else caller
 
 

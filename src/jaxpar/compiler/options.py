@@ -23,6 +23,9 @@ FEW = 2**22
 def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> Options:
     """Returns the compiler options for programs whose communication overlaps with work.
 
+    `jaxpar.jit` gives them to the program and to `mode="auto"`, which depends on them. Use
+    `jaxpar.compiled_with` if you lower and compile by hand.
+
     Args:
       devices: a `jax.sharding.Mesh`, one of its devices, or a `jaxpar.schedule.Target`. None: the
         context mesh (`jax.set_mesh`), or the default devices.
@@ -37,9 +40,6 @@ def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> 
 
     Raises:
       TypeError: `devices` is no mesh, device or target, or `largest` no whole number.
-
-    Tracing cannot see options, but `mode="auto"` depends on them. `jaxpar.jit` gives them to both.
-    Use `jaxpar.compiled_with` if you lower and compile by hand.
 
     Example:
       >>> from jaxpar.schedule import target

@@ -25,12 +25,7 @@ _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 
 @dataclass(frozen=True)
 class Option:
-    """A compiler option for programs on a chip.
-
-    Attributes:
-      reason: what happens without it.
-      frees: the collective that it makes asynchronous, if any.
-    """
+    """A compiler option. It makes the collective that it `frees` asynchronous."""
 
     name: str
     value: bool | str
@@ -40,11 +35,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Compiler:
-    """The known facts of the compiler for one kind of chip.
-
-    Attributes:
-      frees: collectives that are asynchronous without options.
-    """
+    """Facts of a kind of chip's compiler. It `frees` collectives without options."""
 
     options: tuple[Option, ...] = ()
     frees: frozenset[str] = frozenset()
@@ -95,11 +86,9 @@ COMPILERS = {
 
 @dataclass(frozen=True)
 class _Told:
-    """Stated options.
+    """Stated options, looked up for a `kind` of device.
 
-    Attributes:
-      kind: the kind of device for which they were looked up.
-      enclosing: whether the traced program is part of the function compiled with them.
+    `enclosing`: the traced program is part of the function compiled with them.
     """
 
     options: tuple[tuple[str, Any], ...]
@@ -114,13 +103,11 @@ _told: Any = jax.make_user_context(default_value=None)
 
 @contextmanager
 def telling(options: Options, kind: str | None = None, enclosing: bool = False) -> Generator[None]:
-    """Sets the options of what is traced here."""
     with _told(_Told(tuple(sorted(options.items())), kind, enclosing)):
         yield
 
 
 def enclosing_options() -> Options | None:
-    """Returns the options of the enclosing function of `jaxpar.jit`."""
     told: _Told | None = _told.value
     return dict(told.options) if told is not None and told.enclosing else None
 
@@ -128,8 +115,7 @@ def enclosing_options() -> Options | None:
 def traced_asynchronous() -> frozenset[str]:
     """Returns the collectives that overlap with other work in the traced program.
 
-    They depend on the chip, and on options that are stated or in the environment. Warns if a chip
-    needs some and none are found.
+    Warns if the chip needs options, and neither statements nor the environment have them.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     compiler = Compiler() if device is None else compiler_of(device.device_kind)
@@ -151,10 +137,7 @@ def traced_asynchronous() -> frozenset[str]:
 
 
 def traced_options(names: Collection[str]) -> dict[str, Any]:
-    """Returns the stated options, or those of `names` in the environment.
-
-    The environment may have options of other programs.
-    """
+    """Returns the stated options, or those of `names` in the environment."""
     told: _Told | None = _told.value
     found = environment_options() if told is None else dict(told.options)
     return {name: value for name, value in found.items() if told is not None or name in names}
@@ -174,7 +157,6 @@ def _warn() -> None:
 
 
 def environment_options() -> Options:
-    """Returns options like `--name=value` and `--name` in XLA's environment variables."""
     words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
     given = [word.removeprefix("--").partition("=") for word in words]
     return {name: value or "true" for name, _, value in given}

@@ -86,7 +86,6 @@ class Tuning:
         write_text(path, self._text() + "\n")
 
     def decide(self, asked: Asked) -> str:
-        """Returns a part's choice, or raises if it is unknown."""
         way = self.way(asked.site, asked.part)
         if way != AUTO and way not in asked.ways:
             known = ", ".join((*asked.ways, AUTO))
@@ -145,7 +144,6 @@ class Tuning:
 
 
 def _check_record(path: str | Path, record: Any, again: str) -> None:
-    """Raises unless a file has the fields of `Tuning.write`."""
     wanted = [field.name for field in fields(Tuning) if field.name != "name"]
     given = record if isinstance(record, dict) else {}
     if lacking := [name for name in wanted if name not in given]:
@@ -236,7 +234,6 @@ def tuned(tuning: TuningLike) -> Generator[None]:
 
 
 def load(tuning: TuningLike) -> Tuning:
-    """Returns a file's tuning, or raises for other versions."""
     with naming("tuned"):
         given: Any = tuning
         if not isinstance(given, (str, Path, Tuning)):
@@ -247,7 +244,6 @@ def load(tuning: TuningLike) -> Tuning:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of installed packages."""
     found = {package: _version(package) for package in packages}
     return {package: text for package, text in found.items() if text is not None}
 

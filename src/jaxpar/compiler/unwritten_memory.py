@@ -10,11 +10,9 @@ poisoned = False  # read while tracing; set by `jaxpar.testing.poisoned_rows`
 
 
 def unwritten(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Returns memory for an array, not yet varying over any mesh axis.
-
-    On CPU it usually reads as zero, which hides a wrong read. Poisoned memory reads as NaN, True,
-    or an integer too large for an index.
-    """
+    """Returns memory for an array, not yet varying over any mesh axis."""
+    # On CPU it often reads as zero, which hides wrong reads. Poisoned memory reads as NaN, True, or
+    # an integer too large for an index.
     if not poisoned:
         return lax.empty(shape, dtype)
     return jnp.full(shape, _poison(jnp.dtype(dtype)), dtype)

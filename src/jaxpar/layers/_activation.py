@@ -28,7 +28,7 @@ class GatedActivation:
     As `activation`, or as a decorator.
 
     Args:
-      function: elementwise, of two arrays of one shape.
+      function: an elementwise `function(gate, up)` of two arrays of one shape.
 
     Raises:
       TypeError: `function` is not callable.

@@ -268,7 +268,7 @@ def parallel_attention(
     Here `layout = head_layout(heads, kv_heads, n)`; any number of heads fits n devices.
 
     Args:
-      x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
+      x: as in `column_parallel_linear`.
       w_q: local `[k, padded_heads * e / n]`, padded by `layout.pad_query`.
       w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else replicated
         `[k, kv_heads * e]`.
@@ -282,7 +282,7 @@ def parallel_attention(
       heads: query heads, without padding.
       kv_heads: key and value heads.
       biases: an array or None each for q, k, v, o, sharded like the weight's columns.
-      sequence_dim: the sharded dimension of x and of the result, or None.
+      sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`; or a pair, for q, k, v and for o.
       fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
@@ -292,11 +292,11 @@ def parallel_attention(
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`. Padding heads are
-      masked around `attend`; their weights get zero gradients.
+      As `row_parallel_linear`. Padding heads are masked around `attend`; their weights get zero
+      gradients.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
+      TypeError: as in `column_parallel_linear`.
       ValueError: heads or columns do not fit, `attend` returns another shape, or as in the linear
         layers.
 
@@ -365,7 +365,6 @@ class _OwnHeads:
         return self.layout.local_kv_heads * self.blocks
 
     def select(self, name: str, whole: Num[Array, "*into columns"]) -> Num[Array, "*into own"]:
-        """Takes this device's heads from a replicated weight."""
         if name == "w_q" or self.layout.kv_sharded:
             return whole
         index = self._of_blocks(self.layout.kv_heads_of)
@@ -389,7 +388,7 @@ class _OwnHeads:
         if name != "w_q":
             sharded = layout.kv_sharded
             heads = self.kv_count if sharded else layout.kv_heads
-            over = f"over {layout.shards} devices" if sharded else "whole on every device"
+            over = f"over {layout.shards} devices" if sharded else "replicated"
             what = f"{layout.kv_heads} key and value heads {over}"
         columns = w.shape[-1] * (fsdp.size if fsdp is not None and along in (1, -1) else 1)
         if w.ndim == 2 and columns % heads:
@@ -410,7 +409,6 @@ class _OwnHeads:
 def _layout(
     layer: Projection, heads: int, kv_heads: int, fsdp_first: bool, dims: tuple[int, int]
 ) -> tuple[HeadLayout, int]:
-    """Returns the layout, and a device's shards of it."""
     if not fsdp_first:
         return head_layout(heads, kv_heads, layer.ring.size), 1
     if layer.fsdp is None or dims != (1, 0):

@@ -31,8 +31,6 @@ class SoftmaxState(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, values and segments, which travel together."""
-
     k: OfKeys
     v: OfValues
     segments: Segments | None = None  # no query sees a negative segment
@@ -95,7 +93,6 @@ class Tile:
         of_queries: Int32[Array, "*batch 1 queries 1"] | None,
         of_keys: Int32[Array, "*batch 1 keys 1"] | None,
     ) -> OfPairs:
-        """Returns scores with -inf for unseen pairs."""
         if not (self.least is None and self.most is None):
             shape = (1,) * (scores.ndim - 2) + scores.shape[-2:]
             rows, columns = (

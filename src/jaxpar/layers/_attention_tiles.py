@@ -27,7 +27,7 @@ class RingAttention:
 
     Attributes:
       window: how many positions a query sees before its own, and after it. None: all.
-      zigzag: whether a device holds an early and a late chunk.
+      zigzag: whether a device holds an early and a late chunk. False if queries see all positions.
     """
 
     way: Way
@@ -71,7 +71,7 @@ class RingAttention:
         early_keys, late_keys = (0, columns), (columns, columns)
 
         def after(chunks: Any) -> Any:
-            """Returns the queries' distance after a lane `chunks` chunks earlier."""
+            """Returns how far queries are behind a lane `chunks` chunks earlier."""
             return chunks * rows - lane * columns
 
         before = source < index
@@ -120,7 +120,6 @@ class RingAttention:
         after: Any,
         past: Any = None,
     ) -> Tile:
-        """Returns the tile of two runs within the window."""
         # `after` is the first query's position minus the first key's. `past` is True if all keys
         # are before all queries, False if after them, and None if positions are the same.
         left, right = self.window
@@ -177,7 +176,6 @@ class RingAttention:
 
 
 def run_of(each: Sequence[Tile], tile: Tile) -> int:
-    """Returns the number of the tile's run."""
     return max(n for n, run in enumerate(each) if run.queries[0] <= tile.queries[0])
 
 

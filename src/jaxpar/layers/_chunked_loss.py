@@ -50,7 +50,7 @@ class ChunkedLoss:
     def of_tokens(
         self, x: Float[Array, "*tokens"], labels: Int[Array, "*tokens"]
     ) -> Float[Array, "*tokens"]:
-        """Returns 0 for ignored tokens, NaN for wrong labels."""
+        """Returns x, 0 for ignored tokens, NaN for wrong labels."""
         ignored = labels == self.ignore_label  # this label is usually no column either
         wrong = ~ignored & ((labels < 0) | (labels >= self.vocabulary))
         # Not a constant NaN: `jax_debug_nans` would stop although nothing is wrong.
@@ -107,7 +107,6 @@ class ChunkedLoss:
     def target(
         self, columns: Int[Array, "1 columns"], labels: Int[Array, " tokens"], dtype: Any
     ) -> Float[Array, "tokens columns"]:
-        """Returns the target probabilities in these columns."""
         even = self.label_smoothing / self.vocabulary
         here = columns == labels[:, None]
         return jnp.where(here, 1.0 - self.label_smoothing + even, even).astype(dtype)

@@ -35,7 +35,7 @@ def reduce_compressed_gradients(
     specs: Any = None,
     key: Array | None = None,
 ) -> tuple[Tree, Tree]:
-    """Sums gradients over devices in 8 bits, and returns the rounding error for the next step.
+    """Sums gradients over devices in 8 bits, and returns rounding errors for the next step.
 
     For slow links, between hosts or behind a switch, in your own training loop.
 
@@ -47,9 +47,10 @@ def reduce_compressed_gradients(
       key: a new `jax.random` key each step, for stochastic rounding. int8 only.
 
     Returns:
-      `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`; a
-      leaf typed so already stays as it is. The error has its leaf's shape, in float32 or wider, and
-      varies over `axis`: keep it sharded. All sums so far plus all devices' errors are exact.
+      `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`;
+      leaves typed so already stay as they are. Errors have their leaf's shape, in float32 or wider,
+      and vary over `axis`: keep them sharded. All sums so far plus all devices' errors are the
+      exact sums.
 
       Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0],
       except for floats of fewer than 32 bits.
@@ -58,7 +59,7 @@ def reduce_compressed_gradients(
       before. Skip this step, and the next is right.
 
     Raises:
-      TypeError: a leaf is boolean, the wire has more than 8 bits, or an option has the wrong type.
+      TypeError: as in `reduce_gradients`, or the wire has more than 8 bits.
       ValueError: `specs` is no prefix of `grads`, the error does not fit, or an axis is unknown.
 
     Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather
@@ -114,7 +115,7 @@ def reduce_compressed_gradients(
 
 
 def _before(ring: Ring, path: Any, leaf: Array, error: Any) -> Float[Array, "..."]:
-    """Returns the last error, [0] if sums are exact."""
+    """Returns a leaf's last error, [0] if its sum is exact."""
     is_exact = leaf.size < SMALL and leaf.dtype.itemsize >= 4
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or is_exact or ring.size == 1:
         return jnp.zeros(0)
@@ -161,7 +162,7 @@ def _sum_rounded(
     leaf: Float[Array, "*shape"],
     before: Float[Array, "*shape"],
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """Returns the 8-bit sum, and what it lost."""
+    """Returns the 8-bit sum, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
     own = vary_over(ring.names, leaf.astype(before.dtype) + before)
     columns = how.columns or own.shape[-1]

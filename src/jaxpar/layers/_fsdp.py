@@ -30,7 +30,7 @@ from jaxpar.ring.blocks import Blocks, Group, gather_blocks, group_leaves, scatt
 
 Leaves = list[Any]  # arrays
 
-OR_WHOLE = "shard it in in_specs, or say that it is whole by dim=None"
+OR_WHOLE = "shard it in in_specs, or pass dim=None if it is not sharded"
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
         `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`: naive unless
         `jaxpar.tuned` finds a faster one. Its `wire_dtype` is for sums of gradients. None: their
-        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row,
-        which gradients ignore. With `gather_dtype="bfloat16"`, float32 leaves travel and arrive in
-        bfloat16; their gradients are summed and returned in float32.
+        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row;
+        gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves travel and
+        arrive in bfloat16; their gradients are summed and returned in float32.
       dim: a leaf's sharded dimension, None if unsharded; one for all, or a pytree prefix.
 
     Returns:
@@ -221,8 +221,7 @@ def fsdp_linear(
       >>> f(jnp.ones((8, 16)), jnp.ones((16, 24)), jnp.ones(24)).shape
       (8, 24)
 
-    Source: Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
-    models" (2020), stage 3; the overlap as in `all_gather_matmul`.
+    Source: Rajbhandari et al., "ZeRO" (2020), stage 3; the overlap as in `all_gather_matmul`.
     """
     x, weight = as_array("x", x), as_operand("w", w)
     labels = matmul_labels(x, weight)

@@ -46,13 +46,12 @@ def floats_of(arrays: Arrays) -> Arrays:
 
 
 def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
-    """Returns `arrays` with their floats replaced."""
     given = iter(floats)
     return [next(given) if is_float(x) else x for x in arrays]
 
 
 def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
-    """Returns all gradients, float0 zeros for no floats."""
+    """Returns all gradients, float0 zeros for non-floats."""
     given = iter(of_floats)
     return [
         next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
@@ -106,7 +105,6 @@ class Layer:
     def keep(
         self, consts: Arrays, weights: Arrays, state: Arrays
     ) -> tuple[Arrays, Arrays | KeptResiduals]:
-        """Returns the next state and the residuals."""
         if self.policy is None:
             return self(consts, weights, state), []
         trees: list[Any] = []
@@ -134,7 +132,6 @@ class Layer:
         kept: Arrays | KeptResiduals,
         cts: Arrays,
     ) -> Any:
-        """Returns gradients of floats."""
         # To compute a layer again before another is done would take the memory of both. Weights
         # stay outside: the barrier waits for all of its operands, and some weights are used first.
         state, kept, cts = optimization_barrier((state, kept, cts))
@@ -181,8 +178,7 @@ def fsdp_scan(
     Raises:
       TypeError: a layer changes structure, shapes or dtypes of `x`, or an option has the wrong
         type.
-      ValueError: a leaf to gather is typed as replicated over `axis`, stacks are empty or of
-        different lengths, `dim` is out of range or no prefix, or an axis is unknown.
+      ValueError: as in `fsdp_gather`, or stacks are empty or of different lengths.
 
     Cost: a device sends (n-1)/n of each layer's weights forward, again backward, and of their
     gradients in the wire's dtype. Residuals are layers' inputs, the shards, and what `policy`
@@ -303,8 +299,6 @@ def _count_layers(stacked: Arrays) -> int:
 
 
 def _check_state(given: Any, out: Any) -> Arrays:
-    """Returns a result's leaves, or raises if types differ."""
-
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
 

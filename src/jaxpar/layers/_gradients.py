@@ -31,7 +31,7 @@ SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that 
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     """Returns the sum of all devices' losses over the sum of their weights.
 
-    Numbers of tokens may differ.
+    Devices may have different numbers of tokens.
 
     Args:
       loss_sum: local float scalar, this device's sum of losses.
@@ -181,7 +181,7 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
 def _used(
     local: Local, params: Any, batches: Any, parts: int, known: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns unknown axes over which devices share a loss."""
+    """Returns axes, besides known ones, of shared losses."""
     # Devices do not compute together over an axis that the loss never names. Each device has the
     # full gradient there.
     others = tuple(name for name in manual_axes() if name not in known)
@@ -230,7 +230,6 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    """Returns loss and weight, typed as device shares."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise type_error(
             f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
@@ -313,7 +312,7 @@ def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{
 
 
 def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
-    """Widens to the sum's dtype; floats do not wrap around."""
+    """Widens to the sum's dtype; integers become floats, which never wrap."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(sum_dtype(x.dtype))
     return x.astype("float64" if x.dtype.itemsize == 8 else "float32")

@@ -153,6 +153,6 @@ def _check(x: Array, axis: AxisLike | None, **parameters: Array) -> _Features:
             raise value_error(
                 f"{name} has local shape {array.shape}, but x {x.shape} has "
                 f"{x.shape[-1]} features here{sharded}; {name} must be ({x.shape[-1]},), and "
-                "axis must say over which axes both are sharded, None if whole"
+                "axis must say over which axes both are sharded, None if neither is"
             )
     return _Features(ring, x.shape[-1] * (ring.size if ring else 1))

@@ -31,7 +31,9 @@ Biases = tuple[Array | None, ...]
 Options = tuple[Any, Any]  # preferred_element_type, precision
 Select = Callable[[str, Array], Array]
 
-SHARDED_SEQUENCE = "shard it in in_specs, or pass sequence_dim=None if all have the whole"
+SHARDED_SEQUENCE = (
+    "shard it in in_specs, or pass sequence_dim=None if all devices have the full sequence"
+)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,6 @@ class Projection:
         return labels, replace(call, recomputed=self.fsdp is not None, in_layer=True)
 
     def _recomputed(self, product: Callable[..., Any]) -> Callable[..., Any]:
-        """Regathers weights in the backward pass."""
         # The recomputed product itself is dead code.
         return product if self.fsdp is None else jax.checkpoint(product)
 
@@ -178,7 +179,6 @@ class Projection:
         return whole_bias(name, bias, columns, self.fsdp)
 
     def _check(self, x: Array, weights: Weights, fsdp_dim: Integer) -> int:
-        """Returns the gathered dimension of weights that fit x."""
         if x.ndim < 1:
             raise value_error("x must be [..., k], got an array without dimensions")
         along = 0
@@ -250,7 +250,6 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
 
 
 def fsdp_pair(fsdp_dim: Any) -> tuple[Any, Any]:
-    """Returns FSDP dimensions of column-cut, row-cut weights."""
     if not isinstance(fsdp_dim, tuple):
         return fsdp_dim, fsdp_dim
     if len(fsdp_dim) != 2:

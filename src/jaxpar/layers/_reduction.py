@@ -54,8 +54,7 @@ def reduce_gradients(
       >>> total(jnp.arange(8.0))
       {'b': Array([56.], dtype=float32), 'w': Array([28.], dtype=float32)}
 
-    Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training"
-    (VLDB 2020).
+    Source: Li et al., "PyTorch distributed" (VLDB 2020).
     """
     ring = bind(axis)
     limit = check_bucket(bucket_bytes)
@@ -74,8 +73,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
 
     Args:
       tree: pytree of local arrays, each replicated over axes that do not shard it.
-      specs: pytree prefix of `PartitionSpec`s. Needed under `check_vma=False`, only checked
-        otherwise.
+      specs: as in `mean_value_and_grad`, a prefix of `tree`.
       groups: mesh axes between groups, each with its own norm.
 
     Returns:
@@ -194,7 +192,7 @@ def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[se
 
 
 def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
-    """Returns the axes that `specs`, a prefix, names."""
+    """Returns each leaf's axes in `specs`, a prefix."""
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)

@@ -1,4 +1,4 @@
-"""Entry and exit of a region of parallel work: four collectives with exact derivatives.
+"""Entry and exit of parallel regions: four collectives with exact derivatives.
 
 Derivatives are documented for `check_vma=True`. Under `check_vma=False`, each device's copy of a
 replicated value has its own gradient, and their sum is the documented one. The derivative of the
@@ -40,7 +40,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       TypeError: axis names are no strings, or a wire dtype is of another kind than a leaf.
       ValueError: an axis is unknown.
 
-    Cost: one psum a leaf backward; under `check_vma=False`, where the value came from.
+    Cost: one psum a leaf backward; under `check_vma=False` it happens where the value came from.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -49,8 +49,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       >>> jaxpar.jit(jax.grad(loss))(jnp.ones((2, 1)), jnp.ones((2, 8))).ravel()
       Array([8., 8.], dtype=float32)
 
-    Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
-    model parallelism" (2019), its operator f.
+    Source: Shoeybi et al., "Megatron-LM" (2019), its operator f.
     """
     ring = bind(axis)
 
@@ -74,8 +73,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       the cotangent on unchanged.
 
     Raises:
-      TypeError: a leaf is boolean, axis names are no strings, or a wire dtype is of another kind
-        than a leaf.
+      TypeError: a leaf is boolean, or as in `copy_region`.
       ValueError: x is typed as replicated over `axis`, or an axis is unknown.
 
     Cost: one psum a leaf; under `check_vma=False`, also one backward.
@@ -113,7 +111,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Returns:
       The full array, typed as replicated over `axis` under `check_vma=True`. The derivative takes
-      this device's block.
+      this device's block of the cotangent.
 
     Raises:
       TypeError: `dim` is no integer.
@@ -149,11 +147,11 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       dim: the dimension to cut, in logical order.
 
     Returns:
-      This device's block, varying over `axis`. The derivative gathers blocks. Over an axis over
-      which x varies already, it pads with zeros instead.
+      This device's block, varying over `axis`. The derivative gathers the cotangent's blocks. Over
+      an axis over which x varies already, it pads with zeros instead.
 
     Raises:
-      TypeError: `dim` is no integer.
+      TypeError: as in `gather_region`.
       ValueError: the axis does not divide the dimension, `dim` is out of range, or an axis is
         unknown.
 

@@ -53,7 +53,8 @@ def ring_attention(
       v: local `[..., s/n, g, f]` in q's dtype. g divides h.
       axis: mesh axes that shard the sequence, or an `Axis`. Its mode is `"naive"` (`lax.all_gather`
         first), `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`, the fastest by
-        prediction. Its `wire_dtype` is for sums of the gradients of k and v. None: their own dtype.
+        prediction as in `all_gather_matmul`. Its `wire_dtype` is for sums of the gradients of k and
+        v. None: their own dtype.
       segments: local integers `[..., s/n]`, each position's document. A query sees only keys of its
         own segment, and none of a negative one.
       lengths: integers `[...]`, replicated over `axis`: how many positions of each full sequence
@@ -112,10 +113,10 @@ def ring_attention(
       >>> bool(jnp.allclose(out[0, np.argsort(places), 0, 0], means))
       True
 
-    Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
-    context" (2023). Balanced orders: Brandon et al., "Striped attention" (2023), here chunks
-    instead of stripes. Windows: Jiang et al., "Mistral 7B" (2023). Capped scores: Gemma 2 (2024).
-    Sinks: gpt-oss (2025). Heads of two sizes: DeepSeek-V2 (2024).
+    Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers" (2023). Balanced
+    orders: Brandon et al., "Striped attention" (2023), here chunks instead of stripes. Windows:
+    Jiang et al., "Mistral 7B" (2023). Capped scores: Gemma 2 (2024). Sinks: gpt-oss (2025). Heads
+    of two sizes: DeepSeek-V2 (2024).
     """
     ring = bind(axis)
     flag: Any = causal
@@ -198,7 +199,7 @@ def zigzag_order(length: Integer, shards: Integer) -> Int[np.ndarray, " length"]
 
 
 def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | None]:
-    """Returns reach before and after, None for all."""
+    """Returns how far a query sees, None for all."""
     if window is None:
         return None, 0 if causal else None
     given = window if isinstance(window, (tuple, list)) else (window, window)
@@ -223,7 +224,6 @@ def _way(
     seen: tuple[int | None, int | None],
     chunks: int,
 ) -> Way:
-    """Returns the algorithm that brings keys in reach."""
     (left, right), length = seen, q.shape[-3]
     causal, near = right == 0, None
     scores = length * ring.size * (0.5 if causal else 1.0)  # computed for a query
@@ -279,7 +279,6 @@ def _segments(
 
 
 def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}"]:
-    """Returns this device's global positions, ascending."""
     index, places = ring.index().astype("int32"), jnp.arange(length, dtype="int32")
     if not zigzag:
         return index * length + places

@@ -77,7 +77,7 @@ def column_parallel_linear(
       (2, 16, 24)
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
-    recomputation in large transformer models" (2022).
+    recomputation" (2022).
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
@@ -128,7 +128,7 @@ def row_parallel_linear(
       replicated under `check_vma=True`.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
+      TypeError: as in `column_parallel_linear`.
       ValueError: w is typed as replicated over `axis`, the axis does not divide the sequence, or as
         in `column_parallel_linear`.
 
@@ -170,14 +170,14 @@ def gated_mlp(
     """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns sharded.
 
     Args:
-      x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
+      x: as in `column_parallel_linear`.
       w_gate: local `[k, h/n]`.
       w_up: local `[k, h/n]`.
       w_down: local `[h/n, m]`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       activation: elementwise, or a `GatedActivation`.
       biases: an array or None each for gate, up, down, as in the linear layers.
-      sequence_dim: the sharded dimension of x and of the result, or None.
+      sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`; or a pair, for gate and up and for down.
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
@@ -187,11 +187,10 @@ def gated_mlp(
     `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
 
     Returns:
-      `[..., s/n, m]`, or replicated `[..., s, m]` with `sequence_dim=None`.
+      As `row_parallel_linear`.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
+      TypeError, ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: three matmuls, one gather of x, one reduce-scatter of the result. With `mode="auto"` and
     asynchronous collectives, rows may run in two or four chunks: one chunk's transfers overlap with

@@ -43,7 +43,7 @@ def vocab_parallel_embedding(
       table: local `[v/n, d]`, rows in logical order. Padding rows at the end are never read and
         have zero gradients.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
-      sequence_dim: the scattered dimension of the result, any but the last, or None.
+      sequence_dim: as in `row_parallel_linear`.
 
     Returns:
       Local `[..., s/n, d]`, varying over `axis`. With `sequence_dim=None`, `[..., s, d]`, typed as
@@ -174,7 +174,7 @@ def vocab_parallel_cross_entropy(
       softcap: a bound c: logits become `c tanh((x @ w + bias) / c)`. None: no bound.
       vocabulary: the number of tokens if w is padded, such as `layout["embedding"].shape[0]`. Later
         columns may hold anything, with zero gradients. None: all columns are tokens.
-      sequence_dim: the sharded dimension of x, any but the last, or None.
+      sequence_dim: as in `column_parallel_linear`.
       chunk: the most tokens whose logits exist at a time.
       label_smoothing: the part of the target spread evenly over the vocabulary.
       z_loss: the weight of z^2 below.
@@ -209,8 +209,8 @@ def vocab_parallel_cross_entropy(
       >>> np.asarray(found).round(3)[:3]
       array([2.303, 2.303, 0.   ], dtype=float32)
 
-    Source: as `copy_region`; Wijmans et al., "Cut your losses in large-vocabulary language models"
-    (2024), for chunks; Gemma 2 (2024) for the bound.
+    Source: as `copy_region`; Wijmans et al., "Cut your losses" (2024), for chunks; Gemma 2 (2024)
+    for the bound.
     """
     ring = bind(axis)
     x, w, labels = as_array("x", x), as_array("w", w), as_integers("labels", labels)

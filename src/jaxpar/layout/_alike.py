@@ -9,7 +9,7 @@ from jaxpar.layout._paths import INDEX, NUMBER
 
 
 class Alike:
-    """Values by path, for paths that differ only in indices, as in layers.
+    """Values by path, for paths that differ only in indices.
 
     With `in_keys`, numbers in keys count too, as in `layer_0`.
     """
@@ -23,7 +23,7 @@ class Alike:
         self._values[path] = value
 
     def pattern(self, path: str) -> str:
-        """Returns a pattern of this path, and of paths with its value that differ in an index."""
+        """Returns a pattern of paths alike in value."""
         value = self._values[path]
         if value not in self._free:
             self._free[value] = self._free_of(value)
@@ -33,7 +33,6 @@ class Alike:
         )
 
     def _free_of(self, value: Hashable) -> set[int]:
-        """Returns the places of indices that do not change the value."""
         numbers = self._numbers
         split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
         free: set[int] = set()

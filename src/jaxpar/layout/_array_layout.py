@@ -29,18 +29,18 @@ class ArrayLayout:
     Attributes:
       path: in the pytree, with slashes.
       shape: without padding.
-      dtype: of its entries.
-      rule: the key of the matching rule, or None.
-      spec: of the padded array, with as many entries as the rule.
-      blocks: the blocks of each dimension on the devices of its mesh axes.
-      mesh: the mesh.
+      dtype: of entries.
+      rule: the matching rule's key, or None.
+      spec: of the padded array, as long as the rule.
+      blocks: each dimension's blocks on its axes' devices.
+      mesh: of the layout.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
       >>> layout["w"].local_shape, layout["w"].bytes_per_device
       ((2, 1), 8)
       >>> print(layout["w"].picture())
-      w: blocks [2, 1] of [2, 8]; down, dimension 1 over tp
+      w: blocks [2, 1] of [2, 8]; rows: dimension 1 over tp
       0
       1
       2
@@ -61,7 +61,7 @@ class ArrayLayout:
 
     @cached_property
     def axes(self) -> tuple[tuple[str, ...], ...]:
-        """Returns the mesh axes that shard each dimension."""
+        """Returns the mesh axes of each dimension."""
         return axes_by_dim(self.spec, len(self.shape))
 
     @cached_property
@@ -77,7 +77,7 @@ class ArrayLayout:
 
     @property
     def logical_sharding(self) -> NamedSharding:
-        """Returns the sharding of the array without padding."""
+        """Returns the sharding without padding."""
         return NamedSharding(self.mesh, self.logical_spec)
 
     @property
@@ -87,12 +87,12 @@ class ArrayLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Returns the shape of a device's block under `jax.shard_map`."""
+        """Returns the shape of a block under `jax.shard_map`."""
         return tuple(blocks.block for blocks in self.blocks)
 
     @property
     def bytes_per_device(self) -> int:
-        """Returns the bytes of one block with padding."""
+        """Returns a block's bytes, with padding."""
         return prod(self.local_shape) * itemsize(self.dtype)
 
     @property
@@ -102,16 +102,16 @@ class ArrayLayout:
 
     @property
     def copies(self) -> int:
-        """Returns the number of devices that hold the same block."""
+        """Returns how many devices hold the same block."""
         return self.mesh.size // self.shards
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """Returns the mesh axes over which the array is replicated and its gradient summed."""
+        """Returns the axes that replicate the array, and over which to sum its gradient."""
         return tuple(n for n in self.mesh.axis_names if not any(n in axes for axes in self.axes))
 
     def picture(self) -> str:
-        """Returns a text picture of the devices that hold each block.
+        """Returns a picture of the devices that hold each block.
 
         Devices are numbered by their place in the mesh. Rows are blocks of the first sharded
         dimension, columns those of the others.
@@ -126,8 +126,8 @@ class ArrayLayout:
         lines = [f"{self.path}: blocks {list(self.local_shape)} of {list(self.padded_shape)}"]
         if sharded:
             down = f"dimension {sharded[0]} over {', '.join(self.axes[sharded[0]])}"
-            across = [f"{d} over {', '.join(self.axes[d])}" for d in sharded[1:]]
-            lines[0] += f"; down, {down}" + (f"; across, {'; '.join(across)}" if across else "")
+            across = [f"dimension {d} over {', '.join(self.axes[d])}" for d in sharded[1:]]
+            lines[0] += f"; rows: {down}" + (f"; columns: {'; '.join(across)}" if across else "")
         texts = [[",".join(map(str, sorted(cell.tolist()))) for cell in row] for row in cells]
         width = max(len(text) for row in texts for text in row)
         return "\n".join(
@@ -138,7 +138,7 @@ class ArrayLayout:
         return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Adds the zeros that the mesh needs. To keys it adds keys of zero words."""
+        """Adds the zeros that the mesh needs; for keys, keys of zero words."""
         return self._changed(PaddedDim.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
@@ -171,7 +171,7 @@ class ArrayLayout:
         return array
 
     def words(self, dtype: Any = None) -> ArrayLayout:
-        """Returns the layout of the array's words (`to_words`). Words are the last dimension.
+        """Returns the layout of the words (`to_words`), which are the last dimension.
 
         Args:
           dtype: of the array. None: the layout's.
@@ -186,13 +186,13 @@ class ArrayLayout:
 def axes_by_dim(
     spec: PartitionSpec | tuple[Any, ...], rank: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes of each entry of a spec, padded with () up to the rank."""
+    """Returns each entry's axes, padded with ()."""
     given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*given, *[()] * (rank - len(given)))
 
 
 def itemsize(dtype: Any) -> int:
-    """Returns the bytes of an entry. A `jax.random` key counts its words."""
+    """Returns an entry's bytes. Keys count their words."""
     if is_key(dtype):
         words = words_of(dtype)
         return prod(words.shape) * words.dtype.itemsize
@@ -200,5 +200,5 @@ def itemsize(dtype: Any) -> int:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    """Returns whether entries are integers of 2 or 4 bits, which a program may move wrongly."""
+    """Returns whether entries are int2 or int4, which programs may move wrongly."""
     return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8

@@ -24,23 +24,19 @@ if TYPE_CHECKING:
 
 
 def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
-    """Implements `Layout.pad`. With `dtypes`, dtypes must be the layout's."""
+    """Pads arrays. With `dtypes`, dtypes must fit too."""
     return _changed(layout, params, True, dtypes)
 
 
 def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
-    """Implements `Layout.unpad`."""
     return _changed(layout, params, False, dtypes)
 
 
 def place(layout: Layout, params: Any) -> Any:
-    """Implements `Layout.place`."""
     return _each(layout, params, lambda a: a.shape, _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
-    """Implements `Layout.gather`."""
-
     def whole(array: ArrayLayout, x: Any) -> Any:
         here = getattr(x, "is_fully_addressable", True)
         if here and not is_key(x.dtype):
@@ -60,7 +56,7 @@ def gather(layout: Layout, params: Any) -> Any:
 
 
 def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
-    """Pads or unpads. One program changes all arrays on devices."""
+    """Pads or unpads, on devices in one program."""
     there: dict[str, Array] = {}
 
     def shape_given(array: ArrayLayout) -> tuple[int, ...]:
@@ -102,8 +98,8 @@ def _moved(
 ) -> dict[str, Array]:
     """Changes arrays on devices as their words, in three programs.
 
-    In one program, the compiler would turn words back into floats and widen 8-bit floats, which
-    changes NaNs.
+    In one, the compiler would turn words back into floats and widen 8-bit floats, which changes
+    NaNs.
     """
     held = {path: layout[path].words(x.dtype) for path, x in arrays.items()}
     dtypes = {path: x.dtype for path, x in arrays.items()}
@@ -139,7 +135,6 @@ def _each(
     *,
     dtypes: bool = False,
 ) -> Any:
-    """Maps over arrays after a check that they are the layout's."""
     arrays, _ = arrays_of(params)
     given = {found[0]: found[1] for found in arrays if found is not None}
     problems = [
@@ -170,7 +165,6 @@ def _each(
 def _unlike(
     array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool
 ) -> LayoutProblem | None:
-    """Returns how an array differs from the layout's, or None."""
     path, shape, dtype = described(array.path, x)
     have = f"{path!r} is {shape_text(dtype, shape)}"
     if shape != wanted:
@@ -186,7 +180,6 @@ def _unlike(
 
 
 def _takes(array: ArrayLayout, number: Any) -> bool:
-    """Returns whether this is a Python number that an array of this dtype takes."""
     kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating, complex: jnp.complexfloating}
     if type(number) not in kinds:
         return False
@@ -208,7 +201,6 @@ def _put(array: ArrayLayout, x: Any) -> Array:
 
 
 def of_words(array: ArrayLayout, words: Array) -> Array:
-    """Returns the placed array, padded or not, from its words."""
     padded = words.shape[: len(array.shape)] == array.padded_shape
     sharding = array.sharding if padded else array.logical_sharding
     make = jax.jit(lambda words: from_words(words, array.dtype), out_shardings=sharding)
@@ -217,7 +209,7 @@ def of_words(array: ArrayLayout, words: Array) -> Array:
 
 
 def on_host(array: ArrayLayout, x: Any) -> np.ndarray:
-    """Returns a host array in the layout's dtype, or raises if integers do not fit into 32 bits."""
+    """Returns a host array; refuses integers beyond 32 bits."""
     given = np.asarray(x)
     cast = given.astype(array.dtype, copy=False)
     if given.dtype.kind in "iu" and given.dtype != cast.dtype and (given != cast).any():

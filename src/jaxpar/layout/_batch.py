@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 
 
 def place_batch(layout: Layout, batch: Any) -> Any:
-    """Implements `Layout.place_batch`."""
     found, tree = arrays_of(batch, "batch")
     problems: list[LayoutProblem] = []
     placed: list[Any] = []
     for leaf in found:
         if leaf is None:
-            raise type_error(
-                "batch has a leaf that is no array; take it out, or make an array of it"
-            )
+            raise type_error("batch has a leaf that is no array; remove it, or make it an array")
         placed.append(_place(layout, leaf[0], np.asarray(leaf[1]), problems))
     if problems:
         raise LayoutError(called(), problems)
@@ -39,7 +36,6 @@ def place_batch(layout: Layout, batch: Any) -> Any:
 
 
 def batch_part(layout: Layout) -> tuple[int, int]:
-    """Implements `Layout.batch_part`."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
     first = next(iter(sharding.spec), None)
     size = size_of(sharding.mesh, _names(first))
@@ -60,7 +56,6 @@ def batch_part(layout: Layout) -> tuple[int, int]:
 
 
 def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator[tuple[Any, Array]]:
-    """Implements `Layout.batches`."""
     given, like = iter(source), None  # the first batch, whose shapes all batches have
     while True:
         batch = next(given, None)
@@ -120,14 +115,14 @@ def _place(layout: Layout, path: str, x: np.ndarray, problems: list[LayoutProble
 def _rule(layout: Layout) -> Rule:
     if layout.rules.batch is None:
         raise value_error(
-            "the map says nothing of data; give LayoutMap(..., batch=P('dp')), with the mesh axes "
+            "the map has no spec for data; give LayoutMap(..., batch=P('dp')), with the mesh axes "
             "that shard the first dimension"
         )
     return layout.rules.batch
 
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
-    """Returns the number of parts of each dimension. A process holds one part."""
+    """Counts each dimension's parts, one for a process."""
     shape = tuple(size_of(sharding.mesh, _names(entry)) for entry in sharding.spec)
     shape += (1,) * (rank - len(shape))
     own = sharding.devices_indices_map(shape)
@@ -154,7 +149,7 @@ def _rows_of(batch: Any) -> int:
 
 
 def _any_process(mine: bool) -> bool:
-    """Returns whether it holds in any process. All processes make equally many batches."""
+    """Returns whether any process has data: all make equally many batches."""
     if jax.process_count() == 1:
         return mine
     return bool(np.any(multihost_utils.process_allgather(np.asarray(mine))))

@@ -1,8 +1,7 @@
-"""Checkpoints without padding or mesh. Any mesh can read its shards from them.
+"""Checkpoints without padding or mesh, which any mesh can read.
 
-A checkpoint is one Orbax dict from paths to arrays. Orbax cannot store all arrays. So keys and
-8-bit floats are stored as words, and empty arrays as a single zero. Their dtypes and shapes are in
-Orbax's metadata, under `NOTES`.
+A checkpoint is one Orbax dict from paths to arrays. Orbax cannot store all: keys and 8-bit floats
+become words, empty arrays one zero, with dtypes and shapes in Orbax's metadata, under `NOTES`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ NOTES = "jaxpar"
 
 
 def save(layout: Layout, folder: str | Path, params: Any) -> None:
-    """Implements `Layout.save`."""
     ocp, where = _orbax(), _absolute(folder)
     if where.exists():
         raise value_error(f"{where} exists already; give a folder that does not")
@@ -55,7 +53,6 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
 
 
 def restore(layout: Layout, folder: str | Path) -> Any:
-    """Implements `Layout.restore`."""
     ocp, where = _orbax(), _absolute(folder)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = _metadata(checkpointer, where)
@@ -102,7 +99,6 @@ def _check_saved(layout: Layout, params: Any) -> None:
 
 
 def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
-    """Returns why an array cannot be stored, or None."""
     if isinstance(x, Tracer):
         text, remedy = "is traced", "call it outside of jax.jit, with the arrays of its results"
     elif not isinstance(x, Array) or (
@@ -141,7 +137,6 @@ def _in_words(array: ArrayLayout) -> bool:
 
 
 def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of the stored array."""
     if not prod(array.shape):
         everywhere = NamedSharding(array.mesh, REPLICATED)
         return jax.ShapeDtypeStruct((1,), np.int32, sharding=everywhere)
@@ -150,7 +145,6 @@ def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
 
 
 def _written(array: ArrayLayout, x: Any) -> Array:
-    """Returns the array to store."""
     if not prod(array.shape):
         one = _stored(array, noted=True)
         return zeros_of(one.shape, one.dtype, one.sharding)
@@ -164,7 +158,7 @@ def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
 
 
 def _absolute(folder: str | Path) -> Any:
-    """Returns an absolute folder, also in a store that Orbax knows: gs://bucket/folder."""
+    """Returns an absolute folder, or Orbax's gs://bucket/folder."""
     where = require("etils.epath", "checkpoint", called()).Path(folder)
     return where if where.is_absolute() else where.absolute()
 

@@ -1,4 +1,4 @@
-"""Fits rules to the arrays of a pytree and to a mesh, and collects all problems."""
+"""Fits rules to a pytree's arrays and a mesh, and collects all problems."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shaped:
-    """An array of the pytree without values."""
-
     path: str
     shape: tuple[int, ...]
     dtype: Any
@@ -43,7 +41,6 @@ class Shaped:
         return prod(self.shape) * itemsize(self.dtype)
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
-        """Returns a problem that concerns no rule."""
         return LayoutProblem(self.path, None, text, remedy)
 
 
@@ -55,7 +52,7 @@ def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
 def fit(
     rules: LayoutMap, arrays: Sequence[Shaped], mesh: AnyMesh, *, strict: bool
 ) -> tuple[list[ArrayLayout], list[LayoutProblem]]:
-    """Returns a layout for each array, and the problems. Arrays with problems are replicated.
+    """Returns layouts and problems. Arrays with problems are replicated.
 
     `strict` also reports unmatched arrays, and unused rules and axes.
     """
@@ -92,29 +89,26 @@ def fit(
 def _of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
-        "have one of them match less, or give the path itself as a key, which goes first",
+        "narrow one of them, or give the path itself as a key, which goes first",
     )
 
 
 def _of_none(array: Shaped, hint: str) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by no rule{hint}",
-        f"add one, {key_of(array.path)!r}: REPLICATED where each device is to hold all "
-        f"{size_text(array.bytes)}",
+        f"add one, {key_of(array.path)!r}: REPLICATED holds all "
+        f"{size_text(array.bytes)} on each device",
     )
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An array, the one rule that matches it, and the mesh."""
-
     array: Shaped
     key: str
     rule: Rule
     mesh: AnyMesh
 
     def lay(self, problems: list[LayoutProblem]) -> ArrayLayout | None:
-        """Returns the layout of the array, or adds its problems and returns None."""
         wrong = self._refusal()
         if wrong:
             problems.append(wrong)
@@ -136,7 +130,7 @@ class Placed:
         )
 
     def _refusal(self) -> LayoutProblem | None:
-        """Returns a problem of the rule that no size decides."""
+        """Returns a problem that no size decides."""
         rule, rank, given = self.rule, len(self.array.shape), self.rule.given
         match rule.action:
             case Split(axes=()):
@@ -170,7 +164,7 @@ class Placed:
             if name not in self.mesh.shape:
                 return self.problem(
                     f"the mesh has no axis {name!r}, but {_text(self.mesh)}",
-                    "name one of those, or None for a whole dimension"
+                    "name one of those, or None for an unsharded dimension"
                     + nearest(name, map(str, self.mesh.axis_names)),
                 )
         return None
@@ -198,7 +192,6 @@ class Placed:
         return PaddedDim.at_the_end(size, count, size // count)
 
     def _undivided(self, dim: int, names: Axes) -> LayoutProblem:
-        """Returns the problem, with three ways out and their bytes on a device."""
         shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
         axes = [axes_of(entry) for entry in self.rule.entries]
         axes += [()] * (len(shape) - len(axes))
@@ -225,13 +218,13 @@ class Placed:
         return self.problem(
             f"{over} ({count}) does not divide dimension {dim}{named}: {size} = "
             f"{size // count} x {count} + {size % count}",
-            f"pad it to {padded}, Padded({over}), {held(axes, padded)}; have it whole, None, "
+            f"pad it to {padded}, Padded({over}), {held(axes, padded)}; replicate it, None, "
             f"{held(whole)}; or {other or 'use another axis, of which none fits here'}",
         )
 
 
 def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
-    """Returns a problem for each array whose sizes agree only with exchanged names."""
+    """Returns problems of sizes that fit exchanged names."""
     named = [
         (one, one.rule.names)
         for one in placed
@@ -266,7 +259,7 @@ def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list
                 None,
                 key,
                 f"rule {key!r} matches no array{why}",
-                "it must match a whole path, `.*` standing for anything: mend it or take it out",
+                "it must match a full path, and `.*` matches anything; correct it or remove it",
             )
         )
     return problems
@@ -285,7 +278,7 @@ def _unused_axes(
             None,
             None,
             f"mesh axis {name!r} shards nothing: its {size} devices would do the same work",
-            f"name it in a rule, or in batch, if data lie over it: batch=P({name!r})",
+            f"name it in a rule, or in batch, if it shards data: batch=P({name!r})",
         )
         for name, size in mesh.shape.items()
         if size > 1 and name not in used
@@ -293,7 +286,7 @@ def _unused_axes(
 
 
 def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
-    """Returns problems of the rules of data and results, which match no parameter."""
+    """Returns problems of rules for data and results."""
     others = {} if rules.batch is None else {"batch": rules.batch}
     if rules.results is not None:
         others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
@@ -302,7 +295,7 @@ def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
             None,
             None,
             f"{where}: the mesh has no axis {name!r}, but {_text(mesh)}",
-            "name one of those, or None for a whole dimension"
+            "name one of those, or None for an unsharded dimension"
             + nearest(name, map(str, mesh.axis_names)),
         )
         for where, rule in others.items()

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 @readable
 class Layout(Mapping[str, ArrayLayout]):
-    """A mapping from paths to `ArrayLayout`: one pytree on one mesh. `LayoutMap.layout` makes it.
+    """A mapping from paths to `ArrayLayout`, for a pytree on a mesh, from `LayoutMap.layout`.
 
-    Properties that are pytrees have the parameters' structure, with None for leaves that are not
-    arrays. Methods that take and return parameters keep such leaves. Others return the layout's.
+    Pytree properties have the parameters' structure, None for leaves that are no arrays. Methods
+    that take and return parameters keep such leaves; others return the layout's.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
@@ -127,7 +127,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @cached_property
     def logical_shardings(self) -> Any:
-        """Returns shardings without padding. Padded dimensions are not sharded."""
+        """Returns shardings without padding: padded dimensions are not sharded."""
         return self.tree_of(lambda array: array.logical_sharding)
 
     @cached_property
@@ -139,15 +139,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @cached_property
     def gradient_axes(self) -> Any:
-        """Returns the axes over which to sum each gradient: the axes that do not shard it."""
+        """Returns the axes to sum each gradient over: those that do not shard it."""
         return self.tree_of(lambda array: array.gradient_axes)
 
     @public
     def under(self, path: str) -> Layout:
-        """Returns the layout of one part of the pytree, with paths from there.
+        """Returns the layout of a part of the pytree, with paths from there.
 
         Raises:
-          KeyError: no part or several parts have this path (keys may contain slashes).
+          KeyError: no part has this path, or several (keys may contain slashes).
 
         Example:
           >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
@@ -166,18 +166,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
-        """Returns the dimension of each array that `axis` shards: `dim` of `fsdp_scan`.
+        """Returns each array's dimension that `axis` shards: `dim` of `fsdp_scan`.
 
         Args:
-          axis: the mesh axis, or axes.
-          stacked: leading dimensions not to count: 1 for stacked layers.
+          axis: mesh axes.
+          stacked: uncounted leading dimensions: 1 for stacked layers.
 
         Returns:
           A pytree like the parameters. None: not sharded over `axis`.
 
         Raises:
           ValueError: an axis that the mesh lacks, or that shards a stacked dimension; axes that are
-            not the last ones of one dimension.
+            not a dimension's last.
         """
         names, stacked = axes_in(self._mesh, axis), check_whole("stacked", stacked, 0)
 
@@ -250,19 +250,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def init(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that makes parameters. Each device makes its own shards.
+        """Calls a function that makes parameters; devices make their own shards.
 
         Args:
-          function: returns arrays without padding, in the parameters' structure.
-          args: its arguments, such as a key.
+          function: returns arrays without padding, structured like the parameters.
+          args: its arguments.
           kwargs: its keyword arguments.
 
         Returns:
-          Global arrays with the layout's shardings. No device or host holds a full sharded array,
-          except along padded dimensions.
+          As `place`. No device or host holds a full sharded array, except along padded dimensions.
 
         Raises:
-          LayoutError: arrays of other paths, shapes or dtypes.
+          LayoutError: as in `place`.
 
         Example:
           >>> def init(key):
@@ -290,11 +289,11 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def constrain(self, x: Array, path: str) -> Array:
-        """Shards an intermediate result by the map's `results`, outside of `jax.shard_map`.
+        """Shards an intermediate result by the map's `results`, outside `jax.shard_map`.
 
         Args:
           x: a global array, under `jax.jit`.
-          path: its path, which one rule of `results` must match.
+          path: matched by one rule of `results`.
 
         Returns:
           x with a sharding constraint.
@@ -330,13 +329,14 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           batch: a pytree of host arrays with this process's rows (`batch_part`). Arrays of lower
-            rank use the first entries of the map's `batch`.
+            rank use `batch`'s first entries.
 
         Returns:
           Global arrays.
 
         Raises:
           LayoutError: sizes that the mesh axes do not divide (see `batches`).
+          TypeError: a leaf that is no array.
           ValueError: a map without `batch`.
 
         Example:
@@ -352,7 +352,7 @@ class Layout(Mapping[str, ArrayLayout]):
     def batch_part(self) -> tuple[int, int]:
         """Returns the index of this process's part of the batch, and the number of parts.
 
-        Processes whose devices hold the same rows have one index: they must read the same data.
+        Processes whose devices hold the same rows share an index, and must read the same data.
 
         Raises:
           ValueError: a map without `batch`, or devices whose rows are not one of equal parts.
@@ -369,21 +369,21 @@ class Layout(Mapping[str, ArrayLayout]):
     def batches(
         self, source: Iterable[Any], *, rows: Integer | None = None
     ) -> Iterator[tuple[Any, Array]]:
-        """Yields placed batches and a weight for each row: 1, or 0 if it only fills up a batch.
+        """Yields placed batches, and each row's weight: 1, or 0 if it only fills up.
 
         Args:
-          source: pytrees of host arrays with this process's rows. A batch may have fewer rows than
-            the first.
-          rows: the rows of each batch of this process. None: as in its first batch.
+          source: pytrees of host arrays with at most `rows` of this process's rows.
+          rows: rows of this process's batches. None: as in its first.
 
         Yields:
           `(batch, weights)`, global arrays. Weights are float32. The mean over all rows is
-          `sum(weights * loss) / sum(weights)`. All processes yield equally often. A process whose
-          data have ended yields weights of 0.
+          `sum(weights * loss) / sum(weights)`. All processes yield equally often, weights of 0
+          after their data's end.
 
         Raises:
           LayoutError: rows that the mesh axes do not divide.
-          ValueError: too many rows, or arrays of one batch with different numbers of rows.
+          ValueError: a map without `batch`; no first batch; too many rows, or different numbers in
+            one batch.
 
         Example:
           >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
@@ -398,24 +398,23 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
-        """Returns the layout of a pytree like the parameters, such as an optimizer's state.
+        """Returns the layout of a pytree like the parameters, such as optimizer states.
 
-        An array is sharded like a parameter if its path ends in the parameter's path. Its shape
-        must be the parameter's (padded or not), or lack one dimension, as in factored moments. If
-        either of two equal dimensions may be missing, neither is sharded. Arrays of one entry are
-        replicated.
+        An array is sharded like a parameter if its path ends in the parameter's. It must have that
+        shape (padded or not), or lack one dimension, as factored moments. If either of two equal
+        dimensions may be missing, neither is sharded. Arrays of one entry are replicated.
 
         Args:
           tree: arrays or shapes, such as `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: patterns of paths in `tree`, which override the parameters' rules. For ZeRO-1 they
-            shard moments over the data axis.
+          rules: for paths in `tree`, overriding the parameters'. For ZeRO-1 they shard moments over
+            the data axis.
 
         Returns:
           A `Layout` of the tree, with the parameters' padding.
 
         Raises:
-          LayoutError: an array that is like no parameter and matches no rule; a rule that matches
-            no array or does not fit.
+          LayoutError: an array like no parameter, without a rule; a rule that matches no array or
+            does not fit.
 
         Example:
           >>> layout = LayoutMap({"w": REPLICATED}, batch=P("dp")).layout(
@@ -425,8 +424,7 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> state["mu/w"].local_shape, layout["w"].local_shape
           ((1, 4), (8, 4))
 
-        Source: S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
-        parameter models" (2020).
+        Source: Rajbhandari et al., "ZeRO" (2020).
         """
         return like(self, tree, rules)
 
@@ -437,14 +435,14 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def save(self, folder: PathLike, params: Any) -> None:
-        """Writes an Orbax checkpoint without padding or mesh. Any mesh can read it.
+        """Writes an Orbax checkpoint that any mesh can read, without padding.
 
         `restore` returns the same bits, also for `jax.random` keys and empty arrays. The folder
-        appears when all is written. The next save to it removes the rest of an interrupted one.
+        appears when all is written; the next save to it removes an interrupted one's rest.
 
         Args:
-          folder: a new folder that all processes see, also in a store such as `gs://bucket/folder`.
-          params: arrays on the mesh. Leaves that are not arrays are not stored.
+          folder: new, seen by all processes, also in a store such as `gs://bucket/folder`.
+          params: arrays on the mesh. Other leaves are not stored.
 
         Raises:
           ImportError: without Orbax.
@@ -466,18 +464,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def restore(self, folder: PathLike) -> Any:
-        """Reads a checkpoint onto this mesh. Each process reads its devices' shards.
+        """Reads a checkpoint onto this mesh; processes read their devices' shards.
 
         Args:
-          folder: of a `save` on any mesh, in any containers with the same paths; or of a plain
-            Orbax checkpoint with the layout's nesting.
+          folder: of a `save` on any mesh, in any containers with the same paths; or a plain Orbax
+            checkpoint with the layout's nesting.
 
         Returns:
-          Padded global arrays with the layout's shardings.
+          Padded, as from `place`.
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: lists all arrays of other paths, shapes or dtypes.
+          LayoutError: all arrays of other paths, shapes or dtypes.
           ValueError: no such folder, or no checkpoint in it.
         """
         self._need_devices()
@@ -492,29 +490,29 @@ class Layout(Mapping[str, ArrayLayout]):
         transposed: Any = None,
         unused: str | None = None,
     ) -> Any:
-        """Reads safetensors files onto this mesh. Each process reads its devices' parts.
+        """Reads safetensors files onto this mesh; processes read their devices' parts.
 
         Args:
           files: a path, a folder, an index (`model.safetensors.index.json`), or several. A folder
-            stands for the files of its index, or for all `*.safetensors`.
-          names: a function or a mapping from an array's path to its tensor's name. A list of names
-            stacks tensors along a first dimension, a list of lists along two. None: the path, with
-            dots for slashes.
-          transposed: a pattern of full paths whose last two dimensions are exchanged in the files,
-            as in PyTorch's linear layers. Or a mapping from patterns to axes for `numpy.transpose`
-            (None: the last two exchanged): `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's
-            convolutions. Stacked dimensions do not count.
-          unused: a pattern of full names of tensors that may stay unread.
+            stands for its index's files, or all `*.safetensors`.
+          names: a function or mapping from an array's path to its tensor's name. A list of names
+            stacks tensors along a first dimension, a list of lists along two. None: the path, dots
+            for slashes.
+          transposed: a pattern of full paths whose last two dimensions the files exchange, as
+            PyTorch's linear layers. Or a mapping from patterns to axes for `numpy.transpose` (None:
+            the last two exchanged): `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's convolutions.
+            Stacked dimensions do not count.
+          unused: a pattern of full names that may stay unread.
 
         Returns:
-          Padded global arrays with the layout's shardings. 64-bit numbers become 32-bit unless
-          `jax_enable_x64` is set.
+          As from `place`. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Raises:
-          LayoutError: lists all tensors that are missing, unread, or of another shape or dtype.
-          TypeError: files, names, patterns or orders of axes of another type.
+          LayoutError: all tensors that are missing, unread, or of another shape or dtype.
+          TypeError: an argument of another type.
           ValueError: no files, or damaged ones; a name in two files without an index, or not where
-            the index says; unknown paths in `names`; wrong axes or no match in `transposed`.
+            the index says; unknown paths in `names`; wrong axes in `transposed`; no match of it or
+            `unused`.
 
         Example:
           >>> from safetensors.numpy import save_file
@@ -544,34 +542,33 @@ class Layout(Mapping[str, ArrayLayout]):
     ) -> LayoutCosts:
         """Returns a step's predicted cost by weight on a described chip, and cheaper rules.
 
-        The step is compiled, and its schedule is simulated on a model of the chip. Then changes of
-        rules are compiled in this order:
+        The compiled step's schedule is simulated on a model of the chip. Then changes of rules are
+        compiled in this order:
 
-        1. Lookup tables sharded by rows, if their features are sharded over the batch's axis.
-        2. Two dimensions exchanged in rules that disagree with the other factor of a product.
-        3. Two dimensions exchanged in other rules, the most expensive first.
+        1. Lookup tables sharded by rows, if the batch's axis shards their features.
+        2. Dimensions exchanged in rules that disagree with a product's other factor.
+        3. Dimensions exchanged in other rules, the most expensive first.
 
-        Faster changes are kept for the later ones. Last come two plain maps: fully sharded and
-        replicated.
+        Faster changes are kept for later ones. Last come plain maps: fully sharded, replicated.
 
         Args:
-          step: called as `step(params, *args)` with global arrays. Results like a weight by path
-            and shape keep its layout. A `jax.shard_map` in it must leave out its mesh.
+          step: `step(params, *args)` of global arrays. Results like a weight by path and shape keep
+            its layout. A `jax.shard_map` in it must leave out its mesh.
           target: a name such as `"v5p:4x4x4"` with as many devices as the mesh, or a
             `jaxpar.schedule.Target` with the mesh's axes.
           args: shapes or arrays; a `Layout` (`layout.like`) for states like the parameters. The
             map's `batch` shards arrays without a spec.
           compiler_options: as for `jaxpar.schedule.compile_for`.
           tries: the most changes to compile. 0 skips the plain maps, too.
-          from_layout: for steps that contain the layout's specs. `step` then takes the layout on
-            the target's mesh, and returns the step.
+          from_layout: for steps that contain the layout's specs: `step` takes the layout on the
+            target's mesh, and returns the step.
 
         Returns:
           `LayoutCosts`.
 
         Raises:
           TypeError: a step that is no function; a target of another type.
-          ValueError: a target whose mesh has other axes; arguments that their axes do not divide.
+          ValueError: a target with other axes; arguments that their axes do not divide.
           Exception: errors of tracing and of the compiler.
 
         Cost: `1 + tries` compilations of the step, and two of plain maps.
@@ -593,12 +590,12 @@ class Layout(Mapping[str, ArrayLayout]):
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
 
     def on(self, mesh: AnyMesh) -> Layout:
-        """Returns this layout on another mesh of the same axes."""
+        """Returns this layout on another mesh with its axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
         return Layout(self._rules, mesh, moved, self._tree, self._others, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
-        """Returns this layout with other layouts for some arrays, by path."""
+        """Returns this layout with some arrays' layouts replaced, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
         return Layout(self._rules, self._mesh, leaves, self._tree, self._others, self.ruled)
 
@@ -608,7 +605,7 @@ class Layout(Mapping[str, ArrayLayout]):
         return jax.tree.unflatten(self._tree, found)
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
-        """Returns a pytree of `arrays` by path and the layout's other leaves."""
+        """Returns a pytree of `arrays`, by path, and other leaves."""
         found = [
             other if array is None else arrays[array.path]
             for array, other in zip(self._leaves, self._others, strict=True)
@@ -616,7 +613,7 @@ class Layout(Mapping[str, ArrayLayout]):
         return jax.tree.unflatten(self._tree, found)
 
     def _noted(self, params: Any) -> Any:
-        """Returns the arrays, and remembers their padding while they exist."""
+        """Notes arrays' padding while they exist."""
         padded = {table.path for table in self._padded_tables.tables}
         self._padded_tables.stay_with(
             x
@@ -631,7 +628,6 @@ class Layout(Mapping[str, ArrayLayout]):
 
 
 def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
-    """Yields the array as a table, once for each padded dimension."""
     sizes = [{blocks.size, blocks.padded} for blocks in array.blocks]
     for dim, blocks in enumerate(array.blocks):
         widths = frozenset[int]().union(*sizes[:dim], *sizes[dim + 1 :])

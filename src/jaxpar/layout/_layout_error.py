@@ -20,8 +20,8 @@ class LayoutProblem:
     """An array, rule or mesh axis that does not fit.
 
     Attributes:
-      path: of the array. None: the problem is of a rule or of the mesh.
-      rule: the key of the rule, or None.
+      path: of the array, or None.
+      rule: its key, or None.
       text: the problem, with its numbers.
       remedy: the edit.
 
@@ -44,15 +44,14 @@ class LayoutError(ValueError):
     """A refused layout, with all problems.
 
     Attributes:
-      problems: a tuple of `LayoutProblem`: arrays in the order of the pytree, then rules, then
-        axes.
+      problems: a tuple of `LayoutProblem`: arrays in the pytree's order, then rules, then axes.
 
     Example:
       >>> try:
       ...     LayoutMap({}).layout({"w": jnp.ones((2, 4))}, make_mesh("tp=8"))
       ... except LayoutError as error:
       ...     print(error.problems[0].remedy)
-      add one, 'w': REPLICATED where each device is to hold all 32 B
+      add one, 'w': REPLICATED holds all 32 B on each device
     """
 
     def __init__(self, where: str, problems: Sequence[LayoutProblem]) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
-    """Implements `Layout.like`."""
     leaves, treedef = arrays_of(tree, "tree")
     found: dict[str, ArrayLayout] = {}
     ruled: list[Shaped] = []  # by `rules`, which override parameters
@@ -66,7 +65,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:
-    """Returns an array that a rule shards, with the padding of its parameter.
+    """Returns a rule's array with its parameter's padding.
 
     The rule was fitted to the padded shape, but a checkpoint has no padding.
     """
@@ -102,13 +101,12 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | L
 
 
 def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
-    """Returns the layout of an array like a parameter, or None."""
     parameter = _parameter(layout, array.path)
     return parameter and _shaped_like(parameter, array)
 
 
 def parameter_of(layout: Layout, path: str) -> str | None:
-    """Returns the longest path of a parameter in which this path ends, or None."""
+    """Returns the longest parameter path that ends `path`."""
     keys = path.split("/")
     endings = ("/".join(keys[start:]) for start in range(len(keys) + 1))
     return next((ending for ending in endings if ending in layout), None)
@@ -140,7 +138,6 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
 
 
 def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
-    """Returns what all candidates agree on."""
     first, *others = candidates
     if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
         return None

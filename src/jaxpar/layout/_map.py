@@ -17,23 +17,23 @@ _ALONE = re.compile(r"\\[1-9]|\(\?(?!:)")
 
 @readable
 class LayoutMap(MutableMapping[str, Any]):
-    """A dict of rules from path patterns to layouts, for any mesh.
+    """A dict of rules, from path patterns to layouts on any mesh.
 
-    A path joins keys and indices by slashes, as in `layers/0/attention/query`. It is the same for
-    dicts, lists, tuples, dataclasses, Flax and Equinox. A key that equals the path wins. Other keys
-    are regular expressions that must match the *full* path: `kernel` does not match `dense/kernel`,
-    but `.*/kernel` does. Two matches are an error.
+    A path joins keys and indices by slashes, as in `layers/0/attention/query`, for dicts, lists,
+    tuples, dataclasses, Flax and Equinox alike. A key that equals the path wins. Others are regular
+    expressions that must match the *full* path: `kernel` does not match `dense/kernel`, but
+    `.*/kernel` does. Two matches are an error.
 
     A value gives the mesh axes of each dimension:
 
     - a `PartitionSpec`, a tuple or a list of mesh axes, tuples of them, None or `Padded(axis)`.
       Dimensions after the last entry are not sharded;
-    - text such as `"layers embed heads"`: a name for each dimension, which `axes` maps to mesh
-      axes. Arrays of another rank are refused, and names that the sizes show to be swapped;
+    - text such as `"layers embed heads"`: dimension names, which `axes` maps to mesh axes. Other
+      ranks are refused, and names that sizes show to be swapped;
     - `REPLICATED`: a full copy on every device;
     - `Split(axis, dim)` or `Replicate(count)`.
 
-    Inserting an existing key raises: `pop` it first, or merge maps with `|` (the right one wins).
+    Inserting an existing key raises: `pop` it, or merge maps with `|` (the right one wins).
 
     Args:
       rules: a mapping from patterns to values.
@@ -42,7 +42,7 @@ class LayoutMap(MutableMapping[str, Any]):
       results: rules for intermediate results (`Layout.constrain`).
 
     Raises:
-      TypeError: a pattern that is not text, or a value of another type.
+      TypeError: a pattern that is no text, a value of another type.
       ValueError: an invalid or existing pattern; a dimension that `axes` lacks; a mesh axis twice.
 
     Example:
@@ -53,7 +53,7 @@ class LayoutMap(MutableMapping[str, Any]):
       >>> rules.match("layers/0/query") == P("fsdp", "tp")
       True
 
-    Source: Keras's `LayoutMap`, whose paths may match several rules or none.
+    Source: Keras's `LayoutMap`, where paths may match several rules or none.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LayoutMap(MutableMapping[str, Any]):
                 )
             if key in self._rules:
                 raise value_error(
-                    f"there is a rule {key!r} already, {self._rules[key].given!r}; take it out "
+                    f"there is a rule {key!r} already, {self._rules[key].given!r}; remove it "
                     "with pop first, or merge with | to replace it"
                 )
             rule = rule_of(value, key, self._axes)
@@ -112,7 +112,7 @@ class LayoutMap(MutableMapping[str, Any]):
             except re.error as reason:
                 raise value_error(
                     f"rule {key!r} is no regular expression: {reason}; write re.escape of a path "
-                    "that has signs of its own"
+                    "with special characters"
                 ) from None
             self._rules[key] = rule
             self._matcher = None
@@ -153,10 +153,10 @@ class LayoutMap(MutableMapping[str, Any]):
 
     @public
     def match(self, path: Any) -> Any:
-        """Returns the `PartitionSpec` or action for an array of this path, or None.
+        """Returns a path's `PartitionSpec` or action, or None.
 
         Raises:
-          TypeError: a path that is not text.
+          TypeError: `path` is no text.
           ValueError: several patterns match.
         """
         if not isinstance(path, str):
@@ -170,7 +170,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._rules[keys[0]].layout if keys else None
 
     def matching(self, path: str) -> list[str]:
-        """Returns the keys that match a path: the exact one alone, or all patterns."""
+        """Returns the keys that match a path: the exact one alone, or all."""
         if path in self._rules:
             return [path]
         if self._matcher is None:
@@ -194,18 +194,18 @@ class LayoutMap(MutableMapping[str, Any]):
         """Returns the layout of a pytree's arrays on a mesh.
 
         Args:
-          params: any pytree of arrays or shapes (`jax.eval_shape`).
+          params: a pytree of arrays or shapes (`jax.eval_shape`).
           mesh: a `Mesh`. An `AbstractMesh` gives specs and shapes only.
-          strict: refuses arrays without a rule, rules without an array, swapped dimension names,
-            and mesh axes in no rule or `batch`. False: arrays without a rule are replicated.
+          strict: refuses arrays without rules, rules without arrays, swapped dimension names, and
+            mesh axes in no rule, `batch` or `results`. False: arrays without rules are replicated.
 
         Returns:
           A `Layout`.
 
         Raises:
-          LayoutError: all problems, each with path, shape, rule and remedy.
+          LayoutError: all problems.
 
-        Cost: about a microsecond for each array and rule. No array is read.
+        Cost: about a microsecond per array and rule. No array is read.
 
         Example:
           >>> rules = LayoutMap({"up": (None, "tp"), "down": ("tp", None)})
@@ -220,8 +220,8 @@ class LayoutMap(MutableMapping[str, Any]):
 class _Matcher:
     """Finds the patterns that match a path, with few calls of `re`.
 
-    An alternation finds the first match, and a reversed one the last. If both agree, no other
-    pattern matches.
+    An alternation finds the first match, a reversed one the last. If both agree, no other pattern
+    matches.
     """
 
     def __init__(self, patterns: Mapping[str, re.Pattern[str]]) -> None:
@@ -239,8 +239,6 @@ class _Matcher:
 
 
 class _Alternation:
-    """Finds the first of several patterns that matches a path."""
-
     def __init__(self, patterns: Mapping[str, re.Pattern[str]]) -> None:
         self.key_of: dict[int, str] = {}  # by the number of the empty group after each pattern
         group = 0

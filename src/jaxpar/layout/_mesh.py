@@ -20,7 +20,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
-    """Returns the names in `axis`. The mesh must have all of them."""
+    """Returns `axis`'s names, all in the mesh."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:
@@ -31,5 +31,4 @@ def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
 
 
 def size_of(mesh: AnyMesh, names: Iterable[str]) -> int:
-    """Returns the product of the sizes of these axes."""
     return prod(mesh.shape[name] for name in names)

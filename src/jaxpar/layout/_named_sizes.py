@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 class NamedSizes:
-    """The sizes of named dimensions in all arrays of a map.
+    """The sizes of named dimensions in all arrays.
 
     Names such as `in` and `out` have many sizes in any order. An array is refused only if arrays
     with other sets of names agree on a name's size, and the proposed order fits all their sizes.
@@ -40,7 +40,7 @@ class NamedSizes:
         self.mended = cache(self._mended)  # layers share rules and shapes
 
     def _mended(self, key: str, names: Axes, shape: Shape) -> tuple[str, int, Axes] | None:
-        """Returns a name with a wrong size, its usual size, and the fitting order of names."""
+        """Returns a wrong name, its size, and the right order."""
         usual = {n: self._usual(n, key, s) for n, s in zip(names, shape, strict=True)}
         wrong = [n for n, s in zip(names, shape, strict=True) if usual[n] != s]
         # A swap gives at least two wrong names.
@@ -53,14 +53,14 @@ class NamedSizes:
         return None
 
     def _usual(self, name: str, key: str, size: int) -> int:
-        """Returns a name's usual size in other rules, or in other arrays of its only rule."""
+        """Returns a name's size elsewhere."""
         votes = self._votes[name] - Counter([self._voted[name][key]])
         votes = votes or self._sizes[name][key] - Counter([size])
         most, count = votes.most_common(1)[0] if votes else (size, 0)
         return size if votes[size] == count else most
 
     def _witnessed(self, names: Axes, shape: Shape, order: Axes) -> bool:
-        """Returns whether other sets of names confirm this order, and not the given one."""
+        """Returns whether other names confirm only this order."""
         others = {
             name: set[int]().union(
                 *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))

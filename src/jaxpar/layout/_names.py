@@ -1,4 +1,4 @@
-"""The names of weights in published models, with the kind of each for tensor parallelism."""
+"""The names of weights in published models, and their kinds for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -68,8 +68,6 @@ class Named:
     """The information in an array's path.
 
     Attributes:
-      path: as given.
-      parts: its names, in lower case.
       kind: of `NAMES`, or None.
       place: the index of the name with the kind.
       adapter: `a` or `b` of a low-rank adapter.
@@ -95,12 +93,12 @@ class Named:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Returns the path after the module. Layers of one kind share it."""
+        """Returns the path after the module, alike in layers."""
         return self.parts[self.place + 1 :]
 
     @property
     def leaf(self) -> str:
-        """Returns `weight`, `kernel` or the like. It fixes the order of dimensions."""
+        """Returns `weight`, `kernel` or the like, which fixes dimensions' order."""
         if self.name == PAIR:
             return PAIR
         last = self.inside[-1] if self.inside else ""
@@ -109,7 +107,6 @@ class Named:
 
     @property
     def direct(self) -> bool:
-        """Returns whether the module holds the array itself."""
         return all(re.fullmatch(LEAF, part) for part in self.inside)
 
     @property
@@ -118,7 +115,6 @@ class Named:
 
     @property
     def is_key(self) -> bool:
-        """Returns whether it makes keys or values, whose input may have another width."""
         return re.fullmatch(KEYS, self.name) is not None
 
     @property
@@ -127,7 +123,7 @@ class Named:
 
 
 class Names:
-    """The names of all paths of a pytree. Some kinds depend on neighbours."""
+    """All paths' names. Some kinds depend on neighbours."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)

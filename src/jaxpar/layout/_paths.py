@@ -16,7 +16,7 @@ from jaxpar.arguments.calls import called, type_error, value_error
 
 
 def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | None], Any]:
-    """Returns the treedef, and path and array of each leaf. Two arrays of one path raise."""
+    """Returns paths and arrays, and treedef; refuses equal paths."""
     flat, treedef = tree_flatten_with_path(tree)
     boxes = _paths_of_boxes(tree)
     found: list[tuple[str, Any] | None] = []
@@ -38,12 +38,12 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
 
 
 def path_text(path: Any) -> str:
-    """Returns the keys and indices of a path, joined by slashes, as in `layers/0/query`."""
+    """Joins keys by slashes, as in `layers/0/query`."""
     return keystr(tuple(path), simple=True, separator="/")
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """Returns the keys of a path, split at slashes and at the dots of published names."""
+    """Splits at slashes and dots of published names."""
     return tuple(re.split(r"[/.]", path))
 
 
@@ -51,7 +51,7 @@ _PLAIN = re.compile(r"[\w/.-]*")  # always valid: no compilation for thousands o
 
 
 def key_of(path: str) -> str:
-    """Returns a rule's key for this path alone: the path itself if it is a valid pattern."""
+    """Returns a rule's key for this path alone."""
     try:
         if not _PLAIN.fullmatch(path):
             re.compile(path)
@@ -65,12 +65,10 @@ INDEX = re.compile(r"(?:(?<=[/.])|^)(\d+)(?=/|\\\.|$)")  # of an escaped path
 
 
 def pattern_of(path: str) -> str:
-    """Returns a pattern of this path, and of paths that differ from it in an index."""
     return INDEX.sub(r"\\d+", re.escape(path))
 
 
 def without_numbers(path: str) -> str:
-    """Returns one text for all paths that differ only in numbers."""
     return NUMBER.sub("#", path)
 
 
@@ -82,7 +80,6 @@ _narrow = lru_cache(maxsize=64)(_as_jax)  # called for thousands of arrays
 
 
 def part_of(tree: Any, path: str) -> Any:
-    """Returns the one part of a pytree at this path. Its keys may contain slashes."""
     missed: list[tuple[str, list[str]]] = []
     found = list(_parts(tree, path, missed))
     if len(found) == 1:
@@ -95,7 +92,7 @@ def part_of(tree: Any, path: str) -> Any:
 
 
 def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterator[Any]:
-    """Yields the parts at this path. Adds to `missed` the rest and the keys of each dead end."""
+    """Yields parts; adds each dead end's rest and keys to `missed`."""
     children = [
         (path_text(keys), child)
         for keys, child in tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -112,18 +109,17 @@ def _parts(node: Any, path: str, missed: list[tuple[str, list[str]]]) -> Iterato
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf has a shape and a dtype, or is a number."""
     is_shaped = isinstance(getattr(leaf, "shape", None), tuple)  # np.float32.shape is a descriptor
     return (is_shaped and hasattr(leaf, "dtype")) or is_number(leaf)
 
 
 def is_number(leaf: Any) -> bool:
-    """Returns whether a leaf is a Python number. Functions may branch on it: never traced."""
+    """Returns whether it is a Python number, never traced: functions may branch on it."""
     return isinstance(leaf, (bool, int, float, complex))
 
 
 def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
-    """Returns a function that replaces the arrays of `tree`, but not its Python numbers."""
+    """Returns a function that replaces arrays, not Python numbers."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def filled(arrays: Iterable[Any]) -> Any:
@@ -135,7 +131,7 @@ def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
 
 
 def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
-    """Returns path, shape and JAX dtype of an array. JAX often has 32 bits instead of 64."""
+    """Returns path, shape and JAX dtype, often 32 bits."""
     dtype = getattr(leaf, "dtype", None)
     try:
         if dtype is None:
@@ -145,12 +141,11 @@ def described(path: str, leaf: Any) -> tuple[str, tuple[int, ...], Any]:
     except TypeError:
         raise type_error(
             f"{path!r} is an array of dtype {dtype} ({type(leaf).__name__}), which no array of "
-            "JAX can have; make it one of numbers, or take it out of the pytree"
+            "JAX can have; make it numeric, or remove it from the pytree"
         ) from None
 
 
 def _paths_of_boxes(tree: Any) -> set[Any]:
-    """Returns the paths of Flax's variables and boxes; none without Flax."""
     kinds: list[type] = []
     if "flax.nnx" in sys.modules:
         kinds.append(sys.modules["flax.nnx"].Variable)
@@ -168,6 +163,6 @@ def _paths_of_boxes(tree: Any) -> set[Any]:
 
 
 def _last_key(box: Any) -> bool:
-    """Returns whether the one leaf of a box has a single attribute name."""
+    """Returns whether a box's leaf has one attribute name."""
     ((path, _),) = tree_flatten_with_path(box)[0]
     return len(path) == 1 and isinstance(path[0], GetAttrKey)

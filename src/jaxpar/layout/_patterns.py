@@ -12,7 +12,7 @@ from jaxpar.layout._paths import pattern_of
 
 
 class Pattern:
-    """The paths that an argument matches; none without the argument."""
+    """The paths that an argument matches, if given."""
 
     def __init__(self, argument: str, text: Any, paths: Sequence[str]) -> None:
         if not isinstance(text, str):
@@ -28,11 +28,10 @@ class Pattern:
         self._paths = {path for path in paths if text and pattern.fullmatch(path)}
 
     def check(self) -> Pattern:
-        """Returns itself, or raises if it matches nothing."""
         if self._text and not self._paths:
             raise value_error(
-                f"{self._argument}={self._text!r} matches no path; it must match a whole one, `.*` "
-                f"standing for anything{_some(self._text, self._all)}"
+                f"{self._argument}={self._text!r} matches no path; it must match a full one, and "
+                f"`.*` matches anything{_some(self._text, self._all)}"
             )
         return self
 

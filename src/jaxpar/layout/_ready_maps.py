@@ -35,16 +35,16 @@ Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 def data_parallel(
     params: Any, mesh: AnyMesh, *, axis: AxisLike = "dp", within: LayoutMap | None = None
 ) -> LayoutMap:
-    """Returns a map that shards data over `axis` and replicates parameters along it.
+    """Returns a map that shards data over `axis` and replicates parameters.
 
     Args:
-      params: any pytree of arrays or shapes.
-      mesh: has the axis.
-      axis: the axis, or axes, of the batch.
-      within: a map of another strategy to extend.
+      params: a pytree of arrays or shapes.
+      mesh: with the axis.
+      axis: axes of the batch.
+      within: another strategy's map, to extend.
 
     Returns:
-      A `LayoutMap`, which you can edit.
+      A `LayoutMap` to edit.
 
     Raises:
       ValueError: an axis that the mesh lacks.
@@ -74,26 +74,27 @@ def fully_sharded(
 ) -> LayoutMap:
     """Returns a map that shards each array along its largest dimension that `axis` divides.
 
-    Vocabulary tables, found by name, are sharded by rows. With sharded features, lookups would move
+    Vocabulary tables, found by name, are sharded by rows: with sharded features, lookups would move
     activations. Rows that the axis does not divide are refused, unless `within` shards them.
 
     Args:
-      params: any pytree of arrays or shapes.
-      mesh: has the axis.
-      axis: the axis, or axes, of arrays and of the batch.
-      within: a map of another strategy to extend. Arrays that it shards over `axis` stay unchanged.
-        A dimension that it shards is taken only if `axis` divides no other.
-      stacked: a pattern of paths whose first dimension counts layers. It is not sharded.
+      params: as in `data_parallel`.
+      mesh: with the axis.
+      axis: axes of arrays and batch.
+      within: another strategy's map, to extend. Arrays that it shards over `axis` stay unchanged. A
+        dimension that it shards is taken only if `axis` divides no other.
+      stacked: a pattern of paths whose first dimension counts layers; not sharded.
       min_size: arrays with fewer entries are replicated.
 
     Returns:
       A `LayoutMap`. Vectors that the axis does not divide are replicated.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or a pattern without a match.
-      LayoutError: an array of rank 2 or more without a dimension that the axis divides.
+      ValueError: an axis that the mesh lacks, or a pattern that is invalid or matches nothing.
+      LayoutError: as in `data_parallel`, or an array of rank 2 or more without a dimension that the
+        axis divides.
 
-    Cost: each use gathers an array, (n-1)/n of its bytes. Scattering its gradient costs as much.
+    Cost: each use gathers an array, (n-1)/n of its bytes; as much for its gradient.
 
     Example:
       >>> rules = fully_sharded({"w": jnp.ones((6, 16))}, make_mesh("fsdp=8"))
@@ -114,7 +115,6 @@ def fully_sharded(
             return {}
 
         def rank(dim: int) -> tuple[bool, int]:
-            """Returns a sort key: free dimensions first, then the largest."""
             return bool(axes_of(taken[dim])), -array.shape[dim]
 
         fitting = [
@@ -150,7 +150,7 @@ def fully_sharded(
 def _own_rule(
     array: Shaped, dim: int, names: Axes, taken: Sequence[Entry], within: LayoutMap | None
 ) -> str:
-    """Returns an edit of `within` that pads a dimension and keeps its axes."""
+    """Returns an edit of `within` that pads a dimension."""
     before = "within" if within else f"data_parallel(params, mesh, axis={shown(names)!r})"
     padded = f"Padded({shown((*axes_of(taken[dim]), *names))!r})"
     entries = [padded if d == dim else repr(shown(entry)) for d, entry in enumerate(taken)]
@@ -172,29 +172,28 @@ def tensor_parallel(
     stacked: str = "",
     head_size: Integer | None = None,
 ) -> LayoutMap:
-    """Returns Megatron's map: a block's first weights by columns, its last ones by rows.
+    """Returns Megatron's map: a block's first weights by columns, its last by rows.
 
-    Names in published models and neighbouring arrays give each role. A matrix without a role is
-    refused. So is an array of several projections: a block of its columns would mix queries, keys
+    Names in published models and neighbouring arrays give roles. A matrix without a role is
+    refused, as is an array of several projections: a block of its columns would mix queries, keys
     and values. A `gate` as large as its MLP is sharded by columns. Other gates (routers), norms and
     position tables are replicated.
 
-    Biases, norms and tables show the input dimension by their sizes. Without them, `weight` is
-    [out, in], as in Equinox and PyTorch, and other arrays are [in, out]. Heads are sharded in [in,
-    heads, size] and [heads, size, out]. Below `experts`, a first dimension may count experts. In a
-    low-rank adapter (`lora_a`, `lora_b`), only the array with the weight's sharded dimension is
-    sharded.
+    Sizes of biases, norms and tables show the input dimension. Without them, `weight` is [out, in],
+    as in Equinox and PyTorch, others [in, out]. Heads are sharded in [in, heads, size] and [heads,
+    size, out]. Below `experts`, a first dimension may count experts. In a low-rank adapter
+    (`lora_a`, `lora_b`), only the array with the weight's sharded dimension is sharded.
 
     Args:
-      params: any pytree of arrays or shapes.
-      mesh: has the axis.
-      axis: the axis, or axes, of arrays.
-      within: a map of another strategy to extend.
-      columns: a pattern of full paths to shard by columns. It overrides names.
+      params: as in `data_parallel`.
+      mesh: with the axis.
+      axis: axes of arrays.
+      within: as in `data_parallel`.
+      columns: a pattern of full paths to shard by columns; it overrides names.
       rows: the same for rows.
       vocabulary: the same for vocabulary tables, [v, d].
       whole: the same for replicated arrays.
-      stacked: a pattern of paths whose first dimension counts layers.
+      stacked: as in `fully_sharded`.
       head_size: entries of a head in weights [d, heads * size]. Heads that the axis does not divide
         are refused. None: the size of query and key norms, if any.
 
@@ -202,8 +201,9 @@ def tensor_parallel(
       A `LayoutMap`. `LayoutMap.layout` refuses dimensions that the axis does not divide.
 
     Raises:
-      ValueError: an axis that the mesh lacks; a pattern that is invalid or has no match.
-      LayoutError: arrays whose names and shapes do not decide, each with the edit.
+      ValueError: as in `fully_sharded`.
+      LayoutError: as in `data_parallel`, or arrays whose names and shapes do not decide, each with
+        the edit.
 
     Example:
       >>> params = {"up": {"kernel": jnp.ones((4, 16)), "bias": jnp.ones(16)},
@@ -213,7 +213,7 @@ def tensor_parallel(
       ...  {"up/kernel": (None, "tp"), "up/bias": ("tp",), "down/bias": ()}.items()]
       [True, True, True]
 
-    Source: M. Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053.
+    Source: Shoeybi et al., "Megatron-LM" (2019).
     """
     check_mesh(mesh)
     names = axes_in(mesh, axis)
@@ -255,22 +255,23 @@ def expert_parallel(
     experts: str = r"(.*[./])?experts?([./].*)?",
     stacked: str = "",
 ) -> LayoutMap:
-    """Returns a map that shards experts, the first dimension of their arrays, over `axis`.
+    """Returns a map that shards experts, their arrays' first dimension, over `axis`.
 
     Args:
-      params: any pytree of arrays or shapes.
-      mesh: has the axis.
-      axis: the axis, or axes, of experts and of the batch.
-      within: a map of another strategy to extend.
-      experts: a pattern of the paths of experts' arrays. Each array stacks all experts.
-      stacked: a pattern of paths whose first dimension counts layers, and the second experts.
+      params: as in `data_parallel`.
+      mesh: with the axis.
+      axis: axes of experts and batch.
+      within: as in `data_parallel`.
+      experts: a pattern of paths of arrays that stack all experts.
+      stacked: a pattern of paths whose first dimension counts layers, the second experts.
 
     Returns:
       A `LayoutMap`.
 
     Raises:
-      ValueError: an axis that the mesh lacks, or a pattern without a match.
-      LayoutError: a separate array for each expert; different numbers of experts in one layer.
+      ValueError: as in `fully_sharded`.
+      LayoutError: as in `data_parallel`; a separate array for each expert; different numbers of
+        experts in one layer.
 
     Example:
       >>> params = {"experts": {"up": jnp.ones((8, 4, 16))}, "router": jnp.ones((4, 8))}
@@ -307,7 +308,7 @@ def _layer_of(path: str) -> str:
 
 
 def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutProblem | None:
-    """Returns why dimension `first` cannot count experts, or None."""
+    """Returns why dimension `first` cannot count experts."""
     path, layer = array.path, _layer_of(array.path)
     if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
         return array.problem(
@@ -345,7 +346,7 @@ def extended(
     dims: Callable[[Shaped, Sequence[Entry]], Dims | LayoutProblem],
     batch: Axes = (),
 ) -> LayoutMap:
-    """Returns the map of `within` with the axes that `dims` adds. Layers share rules."""
+    """Returns `within` with the axes of `dims`."""
     problems: list[LayoutProblem] = []
     specs: dict[str, tuple[Any, ...]] = {}
     groups: dict[str, Alike] = defaultdict(lambda: Alike(in_keys=True))

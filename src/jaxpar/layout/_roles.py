@@ -1,4 +1,4 @@
-"""Finds the role of each weight in tensor parallelism from its name and neighbours."""
+"""Finds each weight's role in tensor parallelism from its name and neighbours."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class Weight:
     """An array without the dimensions that count layers and experts.
 
     Attributes:
-      array: of the pytree.
-      named: its path.
-      first: the number of dimensions that count layers and experts.
+      first: the number of those dimensions.
       given: the user's role.
       alike: all arrays whose paths differ in an index.
     """
@@ -55,7 +53,6 @@ class Weight:
 
     @property
     def pattern(self) -> str:
-        """Returns a pattern of the array and its copies in other layers."""
         return self.alike.pattern(self.array.path) or ".*"  # the pytree is one array
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
@@ -63,8 +60,6 @@ class Weight:
 
 
 class WeightGroups:
-    """All weights of a pytree, grouped with their neighbours."""
-
     def __init__(
         self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Pattern
     ) -> None:
@@ -89,7 +84,7 @@ class WeightGroups:
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
     def role(self, weight: Weight) -> str | LayoutProblem | None:
-        """Returns columns, rows, vocabulary, heads or whole; None or a problem if unknown."""
+        """Returns columns, rows, vocabulary, heads or whole, if known."""
         if weight.given:
             return weight.given
         named, matrix = weight.named, self._matrix_of(weight)
@@ -120,7 +115,7 @@ class WeightGroups:
                 return ROLES.get(kind or "")
 
     def widths(self) -> set[int]:
-        """Returns the widths of blocks' inputs and outputs, from norms and tables."""
+        """Returns blocks' widths, from norms and tables."""
         norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
         found = {
             norm.shape[0]
@@ -131,7 +126,6 @@ class WeightGroups:
         return found | {table.shape[1] for table in self.tables}
 
     def vocabulary_dim(self, weight: Weight) -> int | None:
-        """Returns the vocabulary dimension of a matrix with a table's shape."""
         if _sorted(weight.shape) not in self._table_shapes:
             return None
         rows = {table.shape[0] for table in self.tables}
@@ -139,12 +133,11 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def matrices(self, module: tuple[str, ...]) -> list[Weight]:
-        """Returns the matrices of a module without adapters."""
         found = self.in_module[module]
         return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
 
     def _matrix_of(self, weight: Weight) -> Weight | None:
-        """Returns the matrix of a bias, if its layer has only one."""
+        """Returns a bias's matrix, if the only one."""
         before, last = weight.named.parts[:-1], weight.named.parts[-1]
         if last not in ("bias", "b"):
             return None
@@ -156,14 +149,14 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def _is_part(self, weight: Weight) -> bool:
-        """Returns whether it is an extra array in a layer that has its own matrix."""
+        """Returns whether it is an extra array beside a matrix."""
         named = weight.named
         return not (named.direct or named.bias or named.adapter or len(weight.shape) < 2) and any(
             other.named.direct for other in self.matrices(named.module)
         )
 
     def _is_pair(self, weight: Weight) -> bool:
-        """Returns whether it is twice as long as the rows' input, since it includes gates."""
+        """Returns whether gates make it twice the rows' input."""
         shape, inside = weight.shape, weight.named.inside
         rows = [
             other.shape
@@ -176,7 +169,7 @@ class WeightGroups:
         return any(row in double or row[::-1] in double for row in rows)
 
     def _gates_mlp(self, named: Named) -> bool:
-        """Returns whether a gate has the size of an MLP next to it. A router has not."""
+        """Returns whether a gate is as large as an MLP."""
         of_mlp = {
             (other.named.inside, _sorted(other.shape))
             for other in self.in_parent[named.parent]
@@ -187,19 +180,19 @@ class WeightGroups:
         )
 
     def _by_head(self, named: Named) -> bool:
-        """Returns whether each head's query, key and value lie together, equally long."""
+        """Returns whether each head's query, key, value lie together."""
         return named.name == "query_key_value" and any(
             max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module)
         )
 
     def _is_logits(self, weight: Weight) -> bool:
-        """Returns whether it, or the matrix of a vector, is as large as a table."""
+        """Returns whether its matrix is as large as a table."""
         matrix = weight if len(weight.shape) > 1 else self._matrix_of(weight)
         of = self.matrices(weight.named.module) if matrix is None else [matrix]
         return any(_sorted(w.shape) in self._table_shapes for w in of)
 
     def _is_lesser(self, weight: Weight) -> bool:
-        """Returns whether another table has more rows. Flax calls any table `embedding`."""
+        """Returns whether another table is larger. Flax calls any table `embedding`."""
         rows = max((table.shape[0] for table in self.tables), default=0)
         return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
 
@@ -209,7 +202,7 @@ class WeightGroups:
 
 
 def unlike(weight: Weight, beside: Iterable[Weight]) -> LayoutProblem | None:
-    """Returns why an array with a name of rows is refused: it has the shape of columns."""
+    """Returns why columns' shape refutes a name of rows."""
     for other in beside:
         if (
             ROLES.get(other.kind or "") == "columns"
@@ -236,7 +229,7 @@ def _of_fused(weight: Weight) -> LayoutProblem:
 
 
 def _is_table(weight: Weight) -> bool:
-    """Returns whether it has a row for each token. A layer with a table's name may have none."""
+    """Returns whether it has a row for each token."""
     if len(weight.shape) != 2:
         return False
     named = weight.named

@@ -25,8 +25,6 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule's value, as given and for each dimension."""
-
     given: Any
     entries: tuple[Entry, ...]  # of the first dimensions; the others are not sharded
     names: tuple[str, ...] | None = None  # of all dimensions
@@ -38,7 +36,7 @@ class Rule:
         return self.action or PartitionSpec(*map(shown, self.entries))
 
     def first(self, rank: int) -> Rule:
-        """Returns the rule for the first dimensions: data may have a lower rank."""
+        """Returns the first dimensions' rule: data may have lower rank."""
         return Rule(self.given, self.entries[:rank])
 
     @property
@@ -53,7 +51,6 @@ def axes_of(entry: Entry) -> Axes:
 
 
 def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
-    """Reads the value of the rule `key`, or raises if it is invalid."""
     match given:
         case str():
             names = tuple(given.split())
@@ -65,7 +62,7 @@ def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
         case PartitionSpec() | tuple() | list():
             rule = Rule(given, tuple(entry_of(entry, f"rule {key!r}") for entry in given))
         case _:
-            hint = "; say REPLICATED where every device is to hold it whole" * (given is None)
+            hint = "; use REPLICATED to replicate it" * (given is None)
             raise type_error(
                 f"the value of rule {key!r} must be a PartitionSpec, a tuple or list of mesh axes, "
                 "names of dimensions such as 'embed heads', a Split or a Replicate, got "
@@ -113,26 +110,23 @@ def axes_table(given: Any) -> dict[str, Entry]:
 
 
 def nearest(name: str, others: Iterable[str], text: str = "did you mean {}?") -> str:
-    """Returns a hint at the closest of `others`, or nothing."""
     close = difflib.get_close_matches(name, list(others), 1, 0.6)
     return f"; {text.format(repr(close[0]))}" if close else ""
 
 
 class Nearest:
-    """Hints at the closest of many names."""
-
     def __init__(self, others: Iterable[str], text: str = "the nearest there is {}") -> None:
         self._others, self._text = others, text
         self._hints: dict[str, str] = {}
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """Returns the first of all names that differ only in numbers, 1000 at most."""
+        """Returns the first of names alike but for numbers."""
         kinds = {without_numbers(name): name for name in reversed([*self._others])}
         return list(kinds.values())[::-1][:1000]
 
     def hint(self, name: str) -> str:
-        """Returns the hint of `nearest`, computed once for names that differ only in numbers."""
+        """Returns the hint, cached by name without numbers."""
         kind = without_numbers(name)
         if kind not in self._hints:
             self._hints[kind] = nearest(name, self._kinds, self._text)
@@ -144,19 +138,18 @@ def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:
         known = f"axes has {', '.join(map(repr, axes))}" if axes else "axes is empty"
         raise value_error(
             f"rule {key!r}: {given!r} names a dimension {name!r}, but {known}; add it to axes, "
-            f"None for one that is whole{nearest(name, axes)}. Text is names of dimensions: one "
+            f"None for an unsharded one{nearest(name, axes)}. Text is names of dimensions: one "
             f"mesh axis alone is ({name!r},)"
         )
     return axes[name]
 
 
 def _of_split(split: Split) -> tuple[Entry, ...]:
-    """Returns the entries of a `Split` whose dimension counts from the front."""
+    """Returns entries; the dimension counts from the front."""
     return () if split.dim < 0 or not split.axes else (*[()] * split.dim, split.axes)
 
 
 def shown(entry: Entry) -> Any:
-    """Returns an entry as a `PartitionSpec` has it."""
     if isinstance(entry, Padded):
         return entry
     return None if not entry else entry[0] if len(entry) == 1 else entry

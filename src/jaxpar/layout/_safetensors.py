@@ -46,8 +46,6 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file."""
-
     name: str
     file: Path
     kind: str  # the format's name of its dtype
@@ -69,7 +67,6 @@ class Tensor:
 
 
 def tensors_of(files: Any) -> dict[str, Tensor]:
-    """Returns the tensors of files, folders and indices by name, or raises."""
     given = [files] if isinstance(files, (str, PathLike)) else files
     paths = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(path, (str, PathLike)) for path in paths):
@@ -103,7 +100,7 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
-    """Returns files (of a folder, an index, or one file) and the file of each indexed name."""
+    """Returns files, and each indexed name's file."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index*.json"))
         if len(indices) > 1:
@@ -147,7 +144,7 @@ def _read(path: Path) -> list[Tensor]:
         _check_whole([entry["data_offsets"] for entry in header.values()], len(mapped) - start)
     except (EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
         raise value_error(
-            f"{path} is no whole safetensors file ({reason}); copy or download it again"
+            f"{path} is no complete safetensors file ({reason}); copy or download it again"
         ) from None
     return found
 

@@ -23,15 +23,15 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 class Split:
     """An array in shards along one dimension. The first ones may have one entry more.
 
-    A call returns the list of shards: 4, 3 and 3 of 10 rows. `undo` joins them again. Both accept
-    NumPy and JAX arrays, also inside `jax.jit`.
+    A call returns the shards: 4, 3 and 3 of 10 rows; `undo` joins them. Both accept NumPy and JAX
+    arrays, also inside `jax.jit`.
 
-    In a rule it shards the dimension over a mesh axis. Each device's block then has the size of the
-    largest shard, with zeros after its own rows (`local`, `local_size`, `local_mask`).
+    In a rule it shards the dimension over a mesh axis. Blocks then have the largest shard's size,
+    with zeros at the end (`local`, `local_size`, `local_mask`).
 
     Args:
-      count: the number of shards, or the mesh axes whose devices have one each.
-      dim: the dimension. A negative one counts from the end.
+      count: the number of shards, or mesh axes whose devices have one each.
+      dim: the dimension; negative counts from the end.
 
     Raises:
       TypeError: another type of count or dimension.
@@ -63,7 +63,7 @@ class Split:
         return () if isinstance(self.count, int) else axis_names(self.count)
 
     def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, PaddedDim]:
-        """Returns the non-negative dimension of an array of this shape, and its blocks."""
+        """Returns the non-negative dimension of such an array, and its blocks."""
         if count is None:
             if not isinstance(self.count, int):
                 raise value_error(
@@ -125,7 +125,7 @@ class Split:
         """Returns this device's block of an unsharded array, inside `jax.shard_map`.
 
         Returns:
-          This device's rows, then zeros up to the size of the largest shard.
+          This device's rows, then zeros up to the largest shard's size.
         """
         array = jnp.asarray(array)
         dim, blocks, index = self._here(array.shape)
@@ -141,7 +141,7 @@ class Split:
 
     @public
     def local_mask(self, size: int) -> Bool[Array, " block"]:
-        """Returns which entries of this device's block are not padding, inside `jax.shard_map`."""
+        """Returns which entries of this device's block are real, inside `jax.shard_map`."""
         _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
         return jnp.arange(blocks.block) < jnp.asarray(blocks.sizes, jnp.int32)[index]
 
@@ -158,10 +158,10 @@ class Split:
 @readable
 @dataclass(frozen=True)
 class Replicate:
-    """An array with a full copy on each of `count` devices. In a rule it is `REPLICATED`.
+    """An array, copied to each of `count` devices. In a rule it is `REPLICATED`.
 
     Args:
-      count: the number of devices. In a rule it must be the size of the mesh.
+      count: devices; in a rule, the size of the mesh.
 
     Raises:
       TypeError: a count that is not a whole number.
@@ -209,14 +209,13 @@ class Replicate:
 class Padded:
     """Mesh axes that need not divide a dimension, which gets zeros at its end.
 
-    It replaces a mesh axis in a rule's value or in `axes`. The zeros stay zero in training if they
-    reach no result. A softmax must mask them, as `vocab_parallel_cross_entropy` does with
-    `vocabulary`.
+    It replaces a mesh axis in a rule or in `axes`. The zeros stay zero in training if they reach no
+    result: a softmax must mask them, as `vocab_parallel_cross_entropy` does with `vocabulary`.
 
     Args:
-      axes: the mesh axis, or axes.
+      axes: mesh axes.
       multiple: entries that stay together on one device, such as the size of a head.
-      size: the padded size, if it must be larger than the axes and `multiple` need.
+      size: the padded size, if larger than the axes and `multiple` need.
 
     Raises:
       TypeError: another type of axes or sizes.

@@ -18,13 +18,13 @@ TITLES = ("path", "shape", "spec", "a device's block", "bytes a device", "copies
 
 @readable
 class Table:
-    """Path, shape, spec, block and bytes of each array, the most replicated bytes first.
+    """Arrays' paths, shapes, specs, blocks and bytes, the most replicated bytes first.
 
     Attributes:
       rows: a dict for each array.
       devices: of the mesh.
       bytes_per_device: of all arrays.
-      replicated_per_device: bytes that would be saved if no two devices held the same.
+      replicated_per_device: bytes saved if no two devices held the same.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))

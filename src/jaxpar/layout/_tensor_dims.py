@@ -1,8 +1,8 @@
-"""Finds the dimension of each weight that tensor parallelism shards, or why it is unknown.
+"""Finds each weight's dimension that tensor parallelism shards, or why it is unknown.
 
-A matrix needs a known input dimension. A bias next to it is as long as the output. Inputs and
-outputs of blocks are as wide as norms and tables. Weights of the same kind of layer decide the
-others, such as square weights. The name of the array decides last.
+A matrix needs a known input dimension. A bias next to it is as long as the output. Blocks' inputs
+and outputs are as wide as norms and tables. Others, such as square weights, follow weights of the
+same kind. The array's name decides last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpar.layout._rule import Axes, shown
 
 
 class TensorDims:
-    """The dimension of each array to shard over the `count` devices of `axes`."""
+    """The dimensions that the `count` devices of `axes` shard."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TensorDims:
                     (self._by_key if named.is_key else self._by_width)[leaf].add(out)
 
     def of(self, path: str) -> int | LayoutProblem | None:
-        """Returns the sharded dimension; None for a replicated array; a problem if unknown."""
+        """Returns a dimension, a problem, None if replicated."""
         weight = self._weights.of[path]
         found = self._dim(weight)
         if not isinstance(found, int):
@@ -92,7 +92,7 @@ class TensorDims:
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
     def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
-        """Returns the output dimension of columns, the input dimension of rows."""
+        """Returns columns' output dimension, rows' input dimension."""
         if role == "rows" and weight.given is None:
             wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
             if wrong is not None:
@@ -109,7 +109,7 @@ class TensorDims:
         return last - 1 + (out if role == "columns" else 1 - out)
 
     def _out(self, weight: Weight, role: str) -> int | None:
-        """Returns which of the last two dimensions is the output, or None."""
+        """Returns the output among the last two, or None."""
         parts, leaf = weight.named.parts, weight.named.leaf
         usual, own = int(leaf != "weight"), self._out_by_bias(weight)
         if own is not None or weight.kind == "logits":
@@ -129,7 +129,6 @@ class TensorDims:
         return None if either or own not in (None, usual) else usual
 
     def _out_by_bias(self, weight: Weight) -> int | None:
-        """Returns the one dimension that is as long as a bias next to the array."""
         *before, last = weight.named.parts
         names = {"bias", "b"} if weight.named.leaf else {f"{last}_bias"}
         names.add(re.sub("_weight$", "_bias", last))
@@ -145,7 +144,7 @@ class TensorDims:
         return wide if wide is None or role == "rows" else 1 - wide
 
     def _of_heads(self, weight: Weight, role: str) -> int | LayoutProblem:
-        """Returns the heads dimension of [in, heads, size] or [heads, size, out]."""
+        """Returns the heads of [in, heads, size] or [heads, size, out]."""
         rank, named = len(weight.shape), weight.named
         if weight.given:
             if named.leaf == "weight":
@@ -162,7 +161,6 @@ class TensorDims:
         )
 
     def _share_heads(self, weight: Weight, role: str) -> bool:
-        """Returns whether inputs and outputs next to it agree on the number of heads."""
         shape, heads = weight.shape, defaultdict[str, set[int]](set)
         for other in self._weights.in_parent[weight.named.parent]:
             if len(other.shape) == 3 and other.named.adapter is None:
@@ -178,7 +176,7 @@ class TensorDims:
         return any(not count % shape[1] for count in both if shape[1]) or not heads["out"]
 
     def _of_adapter(self, weight: Weight, role: str) -> int | LayoutProblem | None:
-        """Returns the dimension of b for columns, of a for rows and tables, or None."""
+        """Returns b's dimension for columns, a's for rows, tables."""
         named, shape = weight.named, weight.shape
         columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
         if (named.adapter == "b") != columns:
@@ -204,7 +202,6 @@ class TensorDims:
         )
 
     def _few_heads(self, weight: Weight) -> LayoutProblem | None:
-        """Returns the problem if the devices do not divide a known number of heads."""
         named = weight.named
         if weight.given or named.kind not in ("attention", "fused") or named.name == "sinks":
             return None
@@ -221,12 +218,10 @@ class TensorDims:
             return None
         return weight.problem(
             f"has {heads} heads of {size}, which {self._count} devices do not divide",
-            f"have each device hold all of them and take its own, whole={weight.pattern!r}, or "
-            "use fewer devices along this axis",
+            f"replicate them, whole={weight.pattern!r}, or use fewer devices along this axis",
         )
 
     def _head_size_by_norm(self, parent: tuple[str, ...]) -> int | None:
-        """Returns the length of query and key norms, if each head has one."""
         norms, most = set[int](), 0
         for other in self._weights.in_parent[parent]:
             if re.fullmatch(OF_HEADS, other.named.name):

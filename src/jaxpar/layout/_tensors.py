@@ -1,4 +1,4 @@
-"""Arrays of a layout from named tensors of files. Each device reads its own block."""
+"""A layout's arrays from named tensors of files. Each device reads its own block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ Axes = Sequence[int] | None  # None: the last two are exchanged
 
 
 def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, unused: Any) -> Any:
-    """Implements `Layout.read_safetensors`."""
     tensors = tensors_of(files)
     left = Pattern("unused", "" if unused is None else unused, list(tensors)).check()
     axes_of = _axes_of(layout, transposed)
@@ -56,7 +55,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
 
 @dataclass(frozen=True)
 class _Stack:
-    """The tensors of one array: one, or one for each place in its leading dimensions."""
+    """An array's tensors, one for each leading place."""
 
     array: ArrayLayout
     lead: tuple[int, ...]
@@ -87,7 +86,6 @@ class _Stack:
                 yield LayoutProblem(path, array.rule, text, _remedy(tensor))
 
     def _read_as(self, tensor: Tensor) -> str:
-        """Returns dtype and shape of a tensor as the layout reads it."""
         shape = tensor.shape
         if self.order and len(self.order) == len(shape):
             shape = tuple(shape[axis] for axis in self.order)
@@ -149,7 +147,6 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _nested(path: str, given: Any) -> tuple[tuple[int, ...], list[str]]:
-    """Returns the shape of nested lists of names, and the names in order."""
     if isinstance(given, str):
         return (), [given]
     if not isinstance(given, Sequence):
@@ -192,7 +189,7 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
 
 
 def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:
-    """Returns the order of a tensor's axes: the array's dimensions after the stacked ones."""
+    """Returns a tensor's axes in order, after stacked ones."""
     rank = len(array.shape) - stacked
     order = tuple(range(rank))
     if axes is None and rank >= 2:

@@ -1,7 +1,7 @@
 """Arrays as integers of the same bits ("words"), which move and are stored unchanged.
 
 Programs that move padding may sum blocks with zeros and widen 8-bit floats, which changes -0.0 and
-NaNs. The CPU lacks such programs for 4-bit numbers. Keys are words already.
+NaNs. The CPU lacks them for 4-bit numbers. Keys are words already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def to_words(x: Array) -> Array:
-    """Returns the bits of an array. A last dimension is added for entries of several words."""
+    """Returns the bits, with a dimension for several words."""
     dtype = x.dtype
     if is_key(dtype):
         return jax.random.key_data(x)
@@ -33,7 +33,6 @@ def to_words(x: Array) -> Array:
 
 
 def from_words(words: Array, dtype: Any) -> Array:
-    """Returns the array with these bits and this dtype."""
     if is_key(dtype):
         return jax.random.wrap_key_data(words, impl=_algorithm(dtype))
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -47,14 +46,13 @@ def from_words(words: Array, dtype: Any) -> Array:
 
 @lru_cache(maxsize=64)
 def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of one entry's words."""
     one: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
     return one
 
 
 @lru_cache(maxsize=16)
 def _algorithm(dtype: Any) -> Any:
-    """Returns the `impl` of keys of a dtype. Only a key has it."""
+    """Returns a key dtype's `impl`. Only a key has it."""
     found: list[Any] = []
 
     def look(key: Array) -> Array:

@@ -25,7 +25,6 @@ def _label_of_chunks(
     pairs: Sequence[tuple[Array, Array]],
     chunks: int,
 ) -> str:
-    """Returns the label along which chunks cost least."""
     ring, width = method.way.ring, pairs[0][0].dtype.itemsize
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
@@ -92,7 +91,6 @@ def scatter_across(
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> Out | None:
-    """Scatters in chunks of another label, unless the ring's costs less."""
     along = _label_of_chunks(method, "scatter", products, pairs, chunks)
     if along == method.label:
         return None

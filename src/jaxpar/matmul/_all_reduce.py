@@ -44,7 +44,6 @@ def _multiply_replicated(method: RingEinsum, product: Product, left: Left, right
 
 
 def _sum(method: RingEinsum, product: Product, left: Left, right: Right) -> Out:
-    """Sums the product by a scatter and a gather."""
     size, shape = method.way.ring.size, _shape(product, left, right)
     # Any dimension of the result can be scattered and gathered again.
     dim = next((d for d, n in enumerate(shape) if n % size == 0), None)

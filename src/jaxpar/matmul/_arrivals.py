@@ -27,7 +27,6 @@ def take_partners(
     scales: Scales | None,
     positions: Positions,
 ) -> tuple[Any, list[Array]]:
-    """Returns a block's scales and partners."""
     return None if scales is None else scales.at(positions), [
         cut_operand(method.label, right, p.right, positions)
         for p, right in zip(products, rights, strict=True)
@@ -45,7 +44,7 @@ def use_arrivals(
 ) -> list[Any]:
     """Multiplies blocks by their partners, and places or adds the results.
 
-    `whole` is the label's full length. `joined` joins blocks that are added, whatever it costs.
+    `whole` is the label's full length. `joined` always joins blocks that are added.
     """
     results = [None] * len(products) if results is None else results
     blocks = [
@@ -114,10 +113,8 @@ def multiply_part(
     *,
     blocks: int = 1,
 ) -> Out:
-    """Computes one product for a part of the ring's label.
-
-    Positions in several `blocks` become a dimension of their own.
-    """
+    """Computes a product for a part of the ring's label."""
+    # Several `blocks` become a dimension of their own.
     if blocks == 1:
         return multiply(method.arithmetic, product, left, right, dtype)
     label, texts = method.label, (product.left, product.right, product.out)

@@ -35,7 +35,7 @@ from jaxpar.ring.ways import Arrivals, Kept, Place
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """All scales, and the gathered array, or its blocks without a local one that is used first."""
+    """All scales, and the gathered array, or its blocks without a local one used first."""
 
     blocks: list[Leaf]
     scales: Scales | None
@@ -49,7 +49,7 @@ def tasks_of(
     cts: Any,
     parts: int,
 ) -> list[Task]:
-    """Returns tasks on saved blocks; cuts a full array into `parts`."""
+    """Returns tasks on saved blocks, or a full array's `parts`."""
     dim = products[0].left.index(method.label)
     adds = method.label not in products[0].out
     whole = sum(block.shape[dim] for block, _ in blocks)
@@ -91,14 +91,12 @@ def tasks_of(
 
 
 def _kept(method: RingEinsum, products: tuple[Product, ...], left: Any) -> Kept:
-    """Returns the blocks that a gather saves."""
     kept = method.way.kept(left.shape[products[0].left.index(method.label)])
     assert kept is not None, "a way that keeps nothing was not asked to"
     return kept
 
 
 def _joins_kept(lengths: Sequence[int]) -> bool:
-    """Returns whether to join one more block to these."""
     chip = traced_chip()
     few = len(lengths) < KEPT_TOGETHER and sum(lengths) <= KEPT_JOINED
     return chip is not None and chip.torus and few
@@ -140,7 +138,7 @@ def _by_kept(
     cts: Any,
     kept: GatheredBlocks,
 ) -> Any:
-    """Returns a gather's gradients; those of right operands need no transfer."""
+    """Returns gradients; those of right operands need no transfer."""
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     own = left.values if isinstance(left, Quantized) else method.sent(left)
     places, own_first = _kept(method, products, left)

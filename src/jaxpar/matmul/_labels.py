@@ -78,10 +78,7 @@ def local_sizes(
     ring: Ring,
     gathered: tuple[str, str] | None = None,
 ) -> dict[str, int]:
-    """Returns each label's size; the `gathered` (operand, label) is full.
-
-    Raises unless dtypes, ranks and shared sizes agree.
-    """
+    """Returns each label's size, or raises; the `gathered` (operand, label) is full."""
     check_ranks(labels, lhs, rhs)
     if lhs.dtype != rhs.dtype:
         where = ""

@@ -121,8 +121,9 @@ def matmul_reduce_scatter(
 
     Raises:
       TypeError: as `all_gather_matmul`.
-      ValueError: both operands are typed as replicated over `axis`, n does not divide `dim`, ranks
-        or sizes do not fit, the mode or axis is unknown, or the call is outside shard_map.
+      ValueError: both operands are typed as replicated over `axis`, the ring's size does not divide
+        `dim`, ranks or sizes do not fit, the mode or axis is unknown, or the call is outside
+        shard_map.
 
     Cost: each of n devices sends (n-1)/n of the full result in the wire's dtype. A unidirectional
     ring sends to lower logical indices. The derivative overlaps one gather of the cotangent, and
@@ -175,7 +176,7 @@ def matmul_all_reduce(
 
     Raises:
       TypeError: as `all_gather_matmul`.
-      ValueError: as `matmul_reduce_scatter`.
+      ValueError: as `matmul_reduce_scatter`, except for `dim`.
 
     Cost: each of n devices sends 2 (n-1)/n of the result. Only the reduce-scatter, in the wire's
     dtype, is overlapped. Under `check_vma=True` the gather is `lax.all_gather`, and the derivative

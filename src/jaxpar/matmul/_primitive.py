@@ -1,9 +1,8 @@
 """The two ring einsums: gather an operand, or scatter the result.
 
-Each is the other's derivative. Both take several products. A gather shares the travelling operand,
-and a scatter adds the products. A gather's derivative is a scatter and a gather. A scatter's
-derivative is one gather. Residuals are shards, unless a gather saves its blocks (`_kept`), or JAX
-derives two naive passes.
+Each is the other's derivative; a gather's is a scatter and a gather. Of several products, a gather
+shares the travelling operand, and a scatter adds the products. Residuals are shards, unless a
+gather saves its blocks (`_kept`), or JAX derives two naive passes.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def gather_underived(
 ) -> tuple[Num[Array, "..."], ...]:
     """Computes `product(all-gathered left, right)` for each product and right operand.
 
-    `left` is this device's block along `method.label`. Others have the full label. All operands
-    vary over the same axes, including the ring's.
+    `left` is a block along `method.label`; others have the full label. All vary over the same axes,
+    including the ring's.
     """
     method, left = replace(method, way=method.underived), method.sent(left)
 
@@ -108,8 +107,6 @@ def scatter_beside(
     products: tuple[Product, ...],
     pairs: tuple[tuple[Array, Array], ...],
 ) -> tuple[Out, Any]:
-    """Scatters, and runs tasks during the transfers; returns both results."""
-
     def across(chunks: int) -> tuple[Out, Any]:
         from jaxpar.matmul._across import scatter_across
         from jaxpar.ring.tasks import at_once
@@ -130,8 +127,6 @@ def scatter_blocks(
     pairs: tuple[tuple[Array, Array], ...],
     blocks: int = 1,
 ) -> tuple[Out, Any]:
-    """Scatters along the ring's label, in parts of so many blocks."""
-
     def take(positions: Positions) -> list[tuple[Array, Array]]:
         return [
             (
@@ -181,7 +176,6 @@ def _gather_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: An
 
 
 def as_of(left: Any, gradient: Any) -> Any:
-    """Returns a left operand's gradient in its form."""
     if isinstance(left, Quantized) and gradient is not None:
         return replace(left, values=None, scales=None, exact=gradient)
     return gradient

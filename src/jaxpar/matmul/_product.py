@@ -32,8 +32,6 @@ class Product:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The numerical options of a matmul, for all its passes."""
-
     preferred_element_type: Any  # dtype of partial sums and result; None: see arguments/dtypes.py
     precision: Any
 
@@ -67,7 +65,7 @@ def multiply(
 def _multiply_quantized(
     arithmetic: Arithmetic, product: Product, left: Quantized, right: Right, dtype: Any
 ) -> Out:
-    """Multiplies, and scales the sums if each has one scale, otherwise the operand."""
+    """Scales the sums if each has one scale, otherwise the operand."""
     given = right.dtype
     sums = partial_dtype(arithmetic, right, right)  # int8 values are summed in the partner's
     scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
@@ -88,10 +86,7 @@ def _multiply_quantized(
 def gradients_of_gather(
     products: Sequence[Product], left: Any, rights: Sequence[Any]
 ) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
-    """Returns a gather's derivative: products for `left`, and for `rights`.
-
-    `left` and `rights` are dtypes.
-    """
+    """Returns products for `left`, and for `rights`, which are dtypes."""
     for_left = tuple(Product(p.out, p.right, p.left, left) for p in products)
     for_rights = tuple(
         Product(p.left, p.out, p.right, right) for p, right in zip(products, rights, strict=True)
@@ -102,7 +97,7 @@ def gradients_of_gather(
 def gradients_of_scatter(
     products: Sequence[Product], dtypes: Sequence[tuple[Any, Any]]
 ) -> tuple[Product, ...]:
-    """Returns a scatter's derivative: two products for each, with the cotangent on the left."""
+    """Returns two products for each, with the cotangent on the left."""
     return tuple(
         gradient
         for p, (left, right) in zip(products, dtypes, strict=True)

@@ -12,17 +12,11 @@ from jaxpar.ring.ways import Way, forward_first
 
 @dataclass(frozen=True)
 class RingEinsum:
-    """The algorithms and options of a ring einsum.
+    """The algorithms and options of a ring einsum."""
 
-    Attributes:
-      way: of a forward pass that is derived.
-      backward: of the derivative.
-      underived: of a forward pass that is not derived, and need not save anything.
-    """
-
-    way: Way
+    way: Way  # of a forward pass that is derived
     backward: Way
-    underived: Way
+    underived: Way  # of one that is not, and need not save anything
     label: str  # the label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, inside jax.checkpoint, where the result is not used. If
@@ -39,7 +33,6 @@ class RingEinsum:
 
     @property
     def derived_by_jax(self) -> bool:
-        """Returns whether JAX derives all passes."""
         return self.left_to_jax and self.underived.derived_by_jax
 
     @property
@@ -49,15 +42,12 @@ class RingEinsum:
         return self.way.derived_by_jax and self.way == self.backward and not own
 
     def sent(self, left: Any) -> Any:
-        """Casts the operand to the dtype that travels."""
         return left if self.travels is None else left.astype(self.travels)
 
     def forward(self) -> RingEinsum:
-        """Returns how a derived forward pass runs."""
         return replace(self, underived=self.way)
 
     def derivative(self) -> RingEinsum:
-        """Returns how the derivative's einsums run."""
         return replace(self, way=self.backward, underived=self.backward, keeps=False)
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:

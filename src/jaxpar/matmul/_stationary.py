@@ -44,10 +44,8 @@ def _with_devices(labels: str, label: str, devices: str) -> str:
 
 
 def _send_partner(ring: Ring, x: Num[Array, "*right"], dim: int | None) -> Num[Array, "*apart"]:
-    """Returns the parts of all devices' `x` that meet this device's block.
-
-    Devices are a dimension in front of the ring's label, or of all.
-    """
+    """Returns the parts of all devices' `x` that meet this device's block."""
+    # Devices are a dimension before the ring's label, or first.
     if dim is None:
         return all_gather(x, ring.names)
     # Split and join along one dimension: this is its own derivative, without a transpose.

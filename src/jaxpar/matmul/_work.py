@@ -21,10 +21,7 @@ def flow_of(
 ) -> Flow:
     """Returns a device's work and transfers for products with these full `sizes`.
 
-    Args:
-      width: bytes of a number.
-      wire: bytes of a number in transfer.
-      quantized: whether numbers travel with scales.
+    `width` and `wire` are bytes of a number, the latter in transfer.
     """
     moving = products[0].left if kind == "gather" else products[0].out
     block = prod(sizes[0][name] for name in moving) // size * wire  # bytes of one block

@@ -95,10 +95,7 @@ NO_FIGURES = _gpu("", flops=inf, hbm=inf, capacity=inf, link=inf, network=inf, l
 
 
 def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
-    """Returns the figures of one device, or None for an unknown chip.
-
-    A TPU chip with two cores may be one device or two.
-    """
+    """Returns a device's figures; None: unknown. A TPU chip with two cores may be two devices."""
     whole = " MIG " not in kind  # no published figures for a part of a GPU
     chip = next((chip for chip in CHIPS if whole and kind.startswith(chip.kind)), None)
     if chip is None or num_cores is None or num_cores >= chip.cores:
@@ -119,10 +116,8 @@ def with_measured_links(chip: Chip) -> Chip:
 
 
 def traced_chip() -> Chip | None:
-    """Returns the chip of the enclosing shard_map; None: unknown.
-
-    The mesh knows it, even for a described device. The default backend does not.
-    """
+    """Returns the chip of the enclosing shard_map; None: unknown."""
+    # The mesh knows even described devices. The default backend does not.
     device = jax.sharding.get_abstract_mesh().abstract_device
     chip = None if device is None else chip_of(device.device_kind, device.num_cores)
     return None if chip is None else with_measured_links(chip)
@@ -134,9 +129,6 @@ def traced_for_cpu() -> bool:
 
 
 def traced_for_cpu_cluster() -> bool:
-    """Returns whether the program is traced for CPUs of several processes.
-
-    Their transfers use a network, and can overlap with matmuls. Inside one process, they use the
-    cores.
-    """
+    """Returns whether the program is traced for CPUs of several processes."""
+    # Only their transfers leave the cores free, and can overlap with matmuls.
     return traced_for_cpu() and jax.process_count() > 1

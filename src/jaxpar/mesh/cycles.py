@@ -1,9 +1,9 @@
 """Walks through all devices of a torus or a cube that share no link: one for each ring.
 
 A torus of two closed dimensions splits into two cycles, which use every link once. If one side
-divides the other, places on a cycle are computed: a lookup costs a TPU a microsecond. Other tori
-need a search and a lookup. A cube of two devices a side has no such cycles. There each hop is over
-one dimension, which differs between walks.
+divides the other, places are computed: a lookup costs a TPU a microsecond. Other tori need a search
+and a lookup. A cube of two devices a side has no such cycles: there each hop is over one dimension,
+which differs between walks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Cycle(Walk):
     size: int
 
     def device(self, step: Place) -> Place:
-        """Returns the device at a step, 0 <= step < size."""
         raise NotImplementedError
 
     def step(self, device: Place) -> Place:
@@ -36,7 +35,6 @@ class Cycle(Walk):
 
     @cached_property
     def devices(self) -> list[int]:
-        """Returns the devices in the walk's order."""
         return [int(self.device(step)) for step in range(self.size)]
 
     def behind(self, device: Place, distance: Any) -> Place:
@@ -48,7 +46,7 @@ class Cycle(Walk):
 
 @dataclass(frozen=True)
 class AlongOne(Walk):
-    """A walk along one dimension of a torus, through devices that differ only there."""
+    """A walk through devices that differ in one dimension only."""
 
     sides: tuple[int, ...]
     dimension: int
@@ -73,18 +71,15 @@ class AlongOne(Walk):
 
     @property
     def _apart(self) -> int:
-        """Returns the difference between neighbours' indices."""
         return prod(self.sides[self.dimension + 1 :])
 
 
 @dataclass(frozen=True)
 class AcrossCube(Walk):
-    """Exchanges between neighbours of a cube with two devices a side; a hop is over one dimension.
+    """Exchanges between neighbours of a cube with two devices a side."""
 
-    A hop's dimension is the bit that changes in the Gray code: a b a c a b a c. Walks begin with
-    different dimensions, and never share one.
-    """
-
+    # A hop's dimension is the bit that changes in the Gray code: a b a c a b a c. Walks begin with
+    # different dimensions, and never share one.
     exchanges: ClassVar[bool] = True
     dimensions: int
     first: int
@@ -142,7 +137,7 @@ class _OfRectangle(Cycle):
 
 
 class AlongShort(_OfRectangle):
-    """Repeats short - 1 steps along the short dimension, and one along the long one."""
+    """Repeats short - 1 steps along the short dimension, and one along the long."""
 
     def device(self, step: Place) -> Place:
         row = step // self.short
@@ -154,11 +149,9 @@ class AlongShort(_OfRectangle):
 
 
 class AlongLong(_OfRectangle):
-    """Repeats short - 1 steps along the long dimension, and one along the short one.
+    """Repeats short - 1 steps along the long dimension, and one along the short."""
 
-    It takes the links that `AlongShort` leaves. long / short and short - 1 must be coprime.
-    """
-
+    # It takes the links that `AlongShort` leaves. long / short and short - 1 must be coprime.
     def device(self, step: Place) -> Place:
         leg = step // self.short  # a leg is `short` devices of one column
         row, column = (step - leg) % self.long, leg % self.short
@@ -209,7 +202,6 @@ def _looked_up(table: Int[np.ndarray, " size"], place: Place) -> Place:
 
 
 def _chosen(words: list[int], first: int, number: Place) -> Place:
-    """Returns the word with a number; the first one has `first`."""
     if len(words) == 1:
         return jnp.int32(words[0])
     half = len(words) // 2
@@ -229,7 +221,7 @@ def _coordinates(device: Place, long: int, short: int, exchanged: bool) -> tuple
 
 @cache
 def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
-    """Returns one walk through all devices for each dimension; walks share no link.
+    """Returns a walk through all devices for each dimension; walks share no link.
 
     All sizes are 2, or all dimensions are closed and of 3 or more.
     """
@@ -239,9 +231,7 @@ def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
 
 
 def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
-    """Returns one cycle of a torus for each closed dimension; cycles share no link.
-
-    Sizes are 3 or more: two devices have only one link.
+    """Returns cycles that share no link, one for each closed dimension of 3 or more.
 
     Source: theorems of Kotzig (1973) for two dimensions, and of Aubert and Schneider (1982) for
     more.
@@ -264,7 +254,7 @@ def walks_of_places(
 ) -> tuple[Walk, ...]:
     """Returns the walks of a torus or a cube; otherwise none.
 
-    `around` is each dimension's length, or 0 if it is open.
+    `around` has each dimension's length; open: 0.
     """
     places = np.stack(
         [_from_zero(along, n) for along, n in zip(places.T, around.tolist(), strict=True)], axis=1
@@ -293,7 +283,7 @@ def walks_of_places(
 
 
 def _from_zero(along: Int[np.ndarray, " size"], around: int) -> Int[np.ndarray, " size"]:
-    """Returns places from the beginning of the shortest stretch that has all."""
+    """Returns places from the start of the shortest stretch with all."""
     if not around:
         return along - along.min()
     turned = [(along + by) % around for by in range(around)]

@@ -89,10 +89,8 @@ def make_mesh(
 
 
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
-    """Returns why an axis is no closed ring of links; None if it is.
-
-    An axis of two devices counts as closed: three such axes are a cube.
-    """
+    """Returns why an axis is no closed ring of links; None if it is."""
+    # An axis of two counts as closed: three such axes are a cube.
     if not _stays_within_a_slice(mesh, name):
         return f"{name} joins slices"
     *steps, back = ring_hops(mesh, name).max(axis=0).tolist()
@@ -102,7 +100,6 @@ def why_not_closed(mesh: Mesh, name: str) -> str | None:
 
 
 def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
-    """Returns a single axis' walks that share no link."""
     rings = _rings(mesh, (name,))
     if rings.shape[1] < 8 or not _stays_within_a_slice(mesh, name):
         return ()
@@ -127,10 +124,8 @@ def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
 
 
 def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
-    """Returns the busiest link's messages if all rings send in both directions.
-
-    A hop takes one dimension after the other, in the shorter direction.
-    """
+    """Returns the busiest link's messages, if all rings send in both directions."""
+    # Hops take dimensions one by one, in the shorter direction.
     rings = _rings(mesh, names)
     size = rings.shape[1]
     places = np.array([(slice_of(device), *device.coords) for device in rings.flat])
@@ -153,7 +148,7 @@ def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
         return (place + way) % size if walk is None else walk.next(place, way, hop)
 
     def targets(hop: int) -> list[list[int]]:
-        """Returns where each device sends, for all rings over the same devices."""
+        """Returns where each device sends, for rings over the same devices."""
         of_all = product(directions, walks or (None,))
         return [[target(place, way, walk, hop) for place in range(size)] for way, walk in of_all]
 
@@ -282,12 +277,11 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
       `hops[r, p]`: the links from logical index `p` to `p + 1`, or from the last one to 0, on ring
       `r`. Rings are in mesh order of the other axes. On TPUs, this is the distance on the torus of
       the mesh's devices, and 0 inside a chip. Dimensions of 16 wrap around on v5e and v6e. On v4,
-      v5p and tpu7x all dimensions do if each is a multiple of 4, otherwise none. On other platforms
-      it is 1.
+      v5p and tpu7x all dimensions do if each is a multiple of 4, otherwise none. Other platforms
+      have 1.
 
     Raises:
-      ValueError: an axis is missing or repeated, or joins TPU slices, which have no links between
-        them.
+      ValueError: an axis is missing or repeated, or joins TPU slices, which have no links.
 
     Example:
       >>> ring_hops(make_mesh("tp=8"), "tp").max()  # CPU devices

@@ -3,11 +3,11 @@
 Each axis gets a tile of the box: a factor of each dimension. Tiles nest: the innermost axis takes
 neighbours, and the next axis steps over its tiles. A ring is a closed walk through a tile.
 
-A condition for rings of one link: split each closed dimension of 4 into two of 2. Each axis gets
-full dimensions, so that its tile `_closes`. `_walk` shows that this suffices. With one device a
-chip, it is necessary, too: steps on two axes span a square of the mesh, and opposite sides of a
-square in the box are along one dimension. So no two axes share a dimension. Several devices a chip
-count as one more dimension.
+For rings of one link, split each closed dimension of 4 into two of 2, and give each axis full
+dimensions, so that its tile `_closes`. `_walk` shows that this suffices. With one device a chip, it
+is necessary: steps on two axes span a square of the mesh, and opposite sides of a square in the box
+are along one dimension, so no two axes share a dimension. Several devices a chip are one more
+dimension.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,23 @@ from jaxtyping import Bool, Int, Shaped
 
 
 def on_torus(device: Any) -> bool:
-    """Returns whether the device has coordinates on a TPU slice."""
     # Devices of other platforms may have an attribute of the same name.
     return getattr(device, "coords", None) is not None and device.device_kind.startswith("TPU")
 
 
 def slice_of(device: Any) -> int:
-    """Returns the device's slice number, or 0."""
     return getattr(device, "slice_index", None) or 0
 
 
 def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.ndarray, " dims"]:
-    """Returns which dimensions of a slice wrap around."""
     if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
         return extent == 16
     return np.full(extent.shape, (extent % 4 == 0).all())  # only full cubes have closed dimensions
 
 
 def slice_grid(devices: Sequence[Any], shape: Sequence[int]) -> Shaped[np.ndarray, "..."] | None:
-    """Arranges TPU devices in `shape`; None unless they are boxes of one extent.
-
-    Slices go to the first axes, as far as sizes divide, with equal layouts.
-    """
+    """Arranges TPU devices in `shape`; None unless they are boxes of one extent."""
+    # Slices go to the first axes, with equal layouts.
     if not all(on_torus(device) for device in devices):
         return None
     numbers = sorted({slice_of(device) for device in devices})
@@ -112,16 +107,9 @@ _Tiles = dict[int, tuple[_Side, ...]]  # by axis
 def torus_order(
     shape: Sequence[int], box: Sequence[int], closed: Sequence[bool], cores: int
 ) -> Int[np.ndarray, "..."]:
-    """Returns an array of `shape` with indices into the flat devices `(*box, cores)`.
-
-    Later axes go first. Scores compare rings of one link, then the longest step, then the sum of
-    steps.
-
-    Args:
-      box: chips along each dimension.
-      closed: whether each dimension is closed.
-      cores: devices of a chip.
-    """
+    """Returns an array of `shape` with indices into the flat devices `(*box, cores)`."""
+    # Later axes go first. Scores compare rings of one link, then the longest step, then the sum of
+    # steps.
     places = np.arange(prod(box) * cores).reshape(*box, cores)
     dims: list[_Dim] = []
     for axis, (size, around) in enumerate(zip(box, closed, strict=True)):
@@ -187,7 +175,6 @@ class _TileSearch:
 
 @lru_cache(maxsize=1024)
 def _options(size: int, dims: tuple[_Dim, ...]) -> tuple[_TileChoice, ...]:
-    """Returns every tile of `size` places, the best first."""
     options: list[_TileChoice] = []
     for sizes in _tilings(size, dims):
         sides = tuple(map(_Side, sizes, dims))
@@ -228,17 +215,14 @@ def _steps(sides: tuple[_Side, ...]) -> tuple[int, int]:
 
 
 def _closes(sides: list[_Side]) -> bool:
-    """Returns whether a walk through the tile can close with steps of one place.
-
-    With several sides, the number of places must be even: every step changes a place's colour.
-    """
+    """Returns whether a walk through the tile can close with steps of one place."""
+    # With several sides, places must be even in number: every step changes a place's colour.
     if len(sides) > 1:
         return prod(size for size, _ in sides) % 2 == 0
     return all(size == 2 or size * dim.stride == dim.around for size, dim in sides)
 
 
 def _walk(sides: tuple[_Side, ...]) -> Int[np.ndarray, "size dims"]:
-    """Returns a closed walk through all places."""
     # The longest strides come first, because a snake takes the first ones least often.
     order = sorted(
         (i for i, side in enumerate(sides) if side.size > 1),

@@ -12,11 +12,9 @@ _Links = list[set[int]]  # for each device, the two devices at the other ends of
 
 
 def split_torus(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Splits a torus into Hamiltonian cycles by exchanging links.
-
-    Each factor begins with one dimension's links. Two factors with opposite sides of a square
-    exchange them, if there are not more cycles then.
-    """
+    """Splits a torus into Hamiltonian cycles by exchanging links."""
+    # Each factor begins with one dimension's links. Two with opposite sides of a square exchange
+    # them, unless that makes more cycles.
     for seed in range(1000):
         factors = _exchanged(sizes, Random(seed))
         if factors is not None:
@@ -60,7 +58,7 @@ def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
 def _corner(
     grid: Int[np.ndarray, "..."], at: tuple[int, ...], one: int, other: int
 ) -> tuple[int, int, int]:
-    """Returns the next devices along two dimensions, and between them the one next to both."""
+    """Returns the next devices along two dimensions, between them the next to both."""
 
     def moved(*dims: int) -> int:
         place = [
@@ -72,7 +70,7 @@ def _corner(
 
 
 def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None:
-    """Moves a-b and d-c from the first factor to the second, and a-d and b-c back."""
+    """Swaps a-b and d-c of the first factor with the second's a-d and b-c."""
     for x, y in ((a, b), (d, c)):
         first[x].remove(y)
         first[y].remove(x)

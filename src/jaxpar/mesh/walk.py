@@ -25,11 +25,9 @@ class Walk:
 
     @property
     def around(self) -> int:
-        """Returns the number of devices on the walk."""
         return self.size
 
     def behind(self, device: Place, distance: Any) -> Place:
-        """Returns the device that is so many hops behind this one."""
         raise NotImplementedError
 
     def next(self, device: int, direction: int, hops: Any) -> int:
@@ -38,10 +36,8 @@ class Walk:
 
 
 def moved_on(place: Place, by: Any, size: int) -> Place:
-    """Returns `(place + by) % size`, if both are less than `size` in magnitude.
-
-    `%` of arrays is nine equations, and rings need it twice a block.
-    """
+    """Returns `(place + by) % size`, if both are less than `size` in magnitude."""
+    # `%` of arrays is nine equations, needed twice a block.
     if not isinstance(place, Array):
         return (place + by) % size
     ahead = by % size if isinstance(by, int) else by + size
@@ -51,7 +47,7 @@ def moved_on(place: Place, by: Any, size: int) -> Place:
 
 
 def as_int32(x: Any) -> Any:
-    """Returns an index of 32 bits, without an equation for the conversion."""
+    """Returns a 32-bit index, without an equation for the conversion."""
     return x if isinstance(x, Array) else np.int32(x)
 
 
@@ -63,18 +59,14 @@ Sharing = Callable[[tuple[str, ...], How], int]
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """The links of a mesh's axes.
+    """The links of a mesh's axes."""
 
-    Attributes:
-      walks: the walks of single axes that are a torus or a cube; they share no link.
-      messages: on the busiest link if all rings send in both directions. None: unknown.
-    """
-
+    # of single axes that are a torus or a cube; they share no link
     walks: Mapping[str, tuple[Walk, ...]] = field(default_factory=dict[str, tuple[Walk, ...]])
+    # on the busiest link if all rings send in both directions. None: unknown.
     messages: Sharing | None = None
 
     def common(self, other: "AxisLinks") -> "AxisLinks":
-        """Returns the links that two meshes have in common."""
         walks = {name: w for name, w in self.walks.items() if other.walks.get(name) == w}
         one, two = self.messages, other.messages
         if one is None or two is None:
@@ -86,13 +78,12 @@ _known: dict[tuple[Any, ...], AxisLinks] = {}
 
 
 def note_links(mesh: Mesh, links: AxisLinks) -> None:
-    """Remembers a mesh's links; for meshes that look alike, the common ones."""
+    """Remembers a mesh's links; similar meshes keep the common ones."""
     key = (mesh.axis_names, mesh.devices.shape, mesh.devices.flat[0].device_kind)
     _known[key] = _known[key].common(links) if key in _known else links
 
 
 def traced_links() -> AxisLinks:
-    """Returns the known links of the traced mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
     kind = "" if device is None else device.device_kind

@@ -65,7 +65,7 @@ def expert_capacity(
 
 
 def as_factor(argument: str, given: Any, finite: str) -> Fraction:
-    """Returns a fraction, or raises with remedy `finite` for infinity."""
+    """Returns a fraction; `finite` is the remedy for infinity."""
     if not isinstance(given, Fraction):
         check_number(argument, given, finite=finite)
         return Fraction(str(given))
@@ -91,7 +91,7 @@ def limit_capacity(
       `routing` with fewer `kept`. Weights stay the same.
 
     Raises:
-      TypeError: a capacity that is no integer.
+      TypeError: `capacity` is no integer.
       ValueError: a negative capacity, an unknown policy.
 
     Cost: nothing is sent. A capacity of t or more is free. Otherwise t k E operations, and running
@@ -187,7 +187,6 @@ def _running_count(flags: Bool[Array, "tokens experts"]) -> Int32[Array, "tokens
 
 
 def _triangle(size: int, diagonal: int) -> Float32[Array, "{size} {size}"]:
-    """Returns 1 at and below a diagonal."""
     return jnp.tri(size, k=diagonal, dtype="float32")
 
 
@@ -205,7 +204,7 @@ class Bounds:
         return self._limit(worst, tokens * self.targets)
 
     def pairs(self, tokens: int, sources: int, rows: int) -> int:
-        """Returns a buffer's size, for pairs of arrived tokens and local experts."""
+        """Returns a buffer's pairs: `rows` arrivals from `sources` devices of `tokens` each."""
         worst = min(rows * min(self.top_k, self.local), sources * self._from_device(tokens))
         share = min(self.local, self.experts) / self.experts  # of a device without padding
         return self._limit(worst, tokens * sources * self.top_k * share)
@@ -215,7 +214,7 @@ class Bounds:
 
     @property
     def targets(self) -> float:
-        """Returns a token's average number of devices."""
+        """Returns a token's average devices, experts equally likely."""
         chosen = min(
             self.top_k, self.experts
         )  # a token may have more choices than there are experts

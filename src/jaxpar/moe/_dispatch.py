@@ -31,9 +31,7 @@ Arrived = tuple[Float[Array, "arrived d"], Int[Array, "arrived k"], Float[Array,
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """The base of dispatch algorithms; `tensor` is the ring that shards hidden features and tokens, if
-    any.
-    """
+    """A dispatch algorithm. `tensor` is the ring that shards hidden features and tokens, if any."""
 
     name: ClassVar[str]  # shown in profiles
 
@@ -90,7 +88,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, tokens: Tokens, plan: Any) -> Arrived:
-        """Returns the tokens that have arrived here."""
+        """Returns the tokens that have arrived."""
 
     @abstractmethod
     def home(self, made: Float[Array, "arrived d"], plan: Any) -> Float[Array, "rows d"]:
@@ -111,7 +109,7 @@ class Exchange(ABC):
     def finish(
         self, pairs: Pairs | InSlots, experts: Experts
     ) -> tuple[Float[Array, "arrived d"], Int32[Array, ""]]:
-        """Returns its share of results, and pairs therein."""
+        """Returns this device's share of results, and its pairs."""
         out, computed = self.local.finish(pairs, experts), jnp.sum(pairs.sizes, dtype="int32")
         if self.tensor is None:
             return out, computed
@@ -181,7 +179,6 @@ def apply_shared(
     activation: Activation,
     precision: PrecisionLike,
 ) -> Float[Array, "rows d"]:
-    """Applies experts to all rows, over any tensor axis."""
     if axes.tensor is None:
         return _apply_whole(rows, experts, activation, precision)
     sequence_dim = 0 if axes.sharded else None

@@ -53,8 +53,8 @@ class RaggedDispatcher:
       >>> f(jnp.arange(8.0), jnp.array([[0, 5]] * 7 + [[3, 3]]))  # to two devices, or one
       Array([ 0.,  4.,  8., 12., 16., 20., 24., 14.], dtype=float32)
 
-    Source: Gale et al., "MegaBlocks" (2022), for the sort; DeepSeek-AI, "DeepSeek-V3 technical
-    report" (2024), for one copy a device.
+    Source: Gale et al., "MegaBlocks" (2022), for the sort; DeepSeek-V3 (2024), for one copy a
+    device.
     """
 
     _copies: Copies
@@ -72,7 +72,7 @@ class RaggedDispatcher:
         axis: AxisLike,
         mask: ArrayLike | None = None,
     ) -> RaggedDispatcher:
-        """Plans for rows that name their devices.
+        """Computes the plan for rows that name their devices.
 
         Args:
           target_device_ids: integers, local `[t]` or `[t, k]`: rows' target devices, as
@@ -158,8 +158,7 @@ class RaggedDispatcher:
           int32[], varying over the axis.
 
         Raises:
-          TypeError: a capacity that is no integer.
-          ValueError: a capacity below 0.
+          TypeError, ValueError: `capacity` is no integer, or below 0.
 
         Cost: nothing is sent.
 
@@ -189,7 +188,7 @@ class RaggedDispatcher:
           any arithmetic. Their cotangents are not read.
 
         Raises:
-          TypeError: a capacity that is no integer; an array of keys.
+          TypeError: `capacity` is no integer; an array of keys.
           ValueError: a capacity below 0; arrays of another number of rows.
 
         Cost: a row goes once to each of its devices, and its cotangent back. Arrays of at most 1/8
@@ -232,7 +231,7 @@ class RaggedDispatcher:
           in float32, then cast back.
 
         Raises:
-          TypeError: a capacity that is no integer; an array of bools or keys, which have no sum.
+          TypeError: `capacity` is no integer; an array of bools or keys, which have no sum.
           ValueError: a capacity below 0; arrays that do not have `capacity` rows.
 
         Cost: as `dispatch`.
@@ -251,7 +250,7 @@ class RaggedDispatcher:
         """
         capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(as_arrays("data", data))
-        remedy = f"capacity={capacity}; give what became of each row that dispatch returned"
+        remedy = f"capacity={capacity}; give a result for each row that dispatch returned"
         leaves = [_check_leaf(leaf, capacity, remedy, summed=True) for leaf in leaves]
         trip, fits, _ = self._trip(capacity)
         combined = bring_back(trip, leaves, self._ring)
@@ -282,7 +281,6 @@ class RaggedDispatcher:
 
 
 def _starts(sizes: Int32[Array, "*n"], axis: int) -> Int32[Array, "*n"]:
-    """Returns the sum of the sizes before each."""
     return jnp.cumsum(sizes, axis, dtype="int32") - sizes
 
 
@@ -311,8 +309,7 @@ def _check_leaf(
 ) -> Shaped[Array, "{rows} ..."]:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise type_error(
-            f"data has an array of {x.dtype}, which cannot travel; send what "
-            "jax.random.key_data makes of it"
+            f"data has an array of {x.dtype}, which cannot travel; send jax.random.key_data of it"
         )
     if not x.ndim or x.shape[0] != rows:
         raise value_error(

@@ -59,13 +59,13 @@ def apply_experts(
     """Computes the MLP of each row's expert, for rows sorted by expert.
 
     Args:
-      x: `[a, d]`: rows of expert 0, then 1, and so on. Rows past the sum of `group_sizes` have no
-        expert and may hold anything, NaN included.
+      x: `[a, d]`, rows sorted by expert, like `lhs` of `grouped_matmul` by group.
       experts: `Experts`, or a mapping with the same keys; all but biases in `x`'s dtype.
       group_sizes: integers `[e]`, the rows of each expert.
       activation: a function of `[rows, f]`, of each row alone, or a
         `jaxpar.layers.GatedActivation`.
-      weights: factors of the result's rows, floats `[a]`, or None. Without an expert, anything.
+      weights: factors of the result's rows, floats `[a]`, or None. Without an expert they may be
+        anything.
       implementation: as in `grouped_matmul`.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: as in `grouped_matmul`, for all products.

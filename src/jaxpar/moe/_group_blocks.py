@@ -1,8 +1,8 @@
 """Grouped products by loops over blocks of rows.
 
 Group sizes are known only at run time. An outer loop takes one group's weight at a time; inner
-loops take its rows in blocks of static lengths, long ones first. So the work follows the rows, not
-the buffer or the number of groups.
+loops take its rows in blocks of static lengths, long ones first. So work follows the rows, not the
+buffer.
 """
 
 from collections.abc import Callable
@@ -137,8 +137,6 @@ def blocks_rows_product(
     columns: int,
     dtype: Any,
 ) -> Num[Array, "rows {columns}"]:
-    """Multiplies rows by group weights, 0 past groups."""
-
     def one_group(
         out: Num[Array, "rows out"], group: Int[Array, ""], fold: Callable[..., Array]
     ) -> Num[Array, "rows out"]:

@@ -79,7 +79,7 @@ def grouped_matmul(
       >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0]
       Array([4., 4., 8., 8., 8., 0.], dtype=float32)
 
-    Source: Gale et al., "MegaBlocks: Efficient sparse training with mixture-of-experts" (2022).
+    Source: Gale et al., "MegaBlocks" (2022).
     """
     sizes = as_integers("group_sizes", group_sizes)
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
@@ -313,7 +313,6 @@ def bind_kernels(implementation: Any, precision: Any) -> Kernels:
 
 
 def bind_preferred(given: Any, operands: Any) -> Any:
-    """Returns a preferred dtype that holds the products."""
     preferred = as_dtype("preferred_element_type", given)
     if preferred is not None:
         check_holds("preferred_element_type", preferred, operands, "products")

@@ -80,9 +80,8 @@ def moe_layer(
       tokens: local `[..., d]`, sharded over `axis`.
       routing: `Routing` of these tokens to all E experts; for a router matrix see
         `routed_moe_layer`.
-      experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`: `up` and
-        `gate` `[e, d, f]`, `down` `[e, f, d]`; gate and biases optional. Device 0 has the first e =
-        ceil(E / n) experts, and so on; `pad_experts` fills up the last.
+      experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`. Device 0
+        has the first e = ceil(E / n) experts, and so on; `pad_experts` fills up the last.
       axis: mesh axes that shard experts, in any order, or an `Axis`. `"all_gather"` uses its mode
         and `wire_dtype`; `"ragged"` only an 8-bit `wire_dtype`, for dispatched rows.
       dispatch: `"ragged"` sends a token once to each device of its experts, by a ragged all-to-all.
@@ -94,8 +93,8 @@ def moe_layer(
       buffer_factor: the size of receive buffers, in multiples of a balanced load. Choices that do
         not fit are lost, and counted in `overflow`. None is dropless: buffers hold all devices'
         tokens, or what `capacity` leaves.
-      shared: every token's experts, as one wide expert: `up` and `gate` `[d, f]`, `down` `[f, d]`,
-        biases `[f]` and `[d]`; replicated over `axis`.
+      shared: every token's experts, as one wide expert without dimension e, such as `up` `[d, f]`;
+        replicated over `axis`.
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
@@ -103,7 +102,7 @@ def moe_layer(
       fsdp_axis: axes that shard weights further, which are gathered in both passes. An `Axis`'s
         `gather_dtype` must be the dtype of `tokens`.
       fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
-        experts. Biases are sharded along their last.
+        experts. Biases are sharded along their last dimension.
       precision: as in `jax.lax.dot_general`.
       implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There each
         expert has slots for single rows: its average load and three standard deviations. A batched
@@ -207,8 +206,6 @@ def moe_layer(
 
 
 class LayerOptions(TypedDict, total=False):
-    """Options that `routed_moe_layer` passes on."""
-
     dispatch: Dispatch
     chunks: Integer
     buffer_factor: Number | None
@@ -307,7 +304,7 @@ def routed_moe_layer(
     )
     capacity = None
     if capacity_factor is not None:
-        factor = as_factor("capacity_factor", capacity_factor, "None is for dropping nothing")
+        factor = as_factor("capacity_factor", capacity_factor, "None drops nothing")
         capacity = expert_capacity(len(rows), top_k, router.shape[1], factor)
         routing = limit_capacity(routing, capacity, policy=capacity_policy)
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)

@@ -98,7 +98,6 @@ class LocalExperts:
         return Pairs(sorted_rows, sorted_weights, sizes, copies)
 
     def finish(self, pairs: Pairs | InSlots, experts: Experts) -> Float[Array, "rows d"]:
-        """Returns each row's weighted sum of results."""
         if isinstance(pairs, InSlots):
             slots = len(pairs.plan.slots) // len(experts.up)
             lengths = CPU_LENGTHS if traced_for_cpu() else GPU_LENGTHS
@@ -125,7 +124,6 @@ class LocalExperts:
     def _slots(
         self, experts: Experts, rows: Float[Array, "rows d"], pairs: int, average: float
     ) -> int:
-        """Returns each expert's slots, 0 for none."""
         most = min(pairs, len(rows))
         if self.implementation != "auto" or not most or not applies_experts_in_slots(average):
             return 0

@@ -96,13 +96,12 @@ def as_experts(given: ExpertsLike) -> Experts:
 
 
 def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
-    """Returns `Experts` of arrays; errors name wrong fields."""
     found = {name: w for name, w in as_experts(given)._asdict().items() if w is not None}
     return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in found.items()})
 
 
 class Operands(NamedTuple):
-    """The MLP's differentiable inputs, `weights` being factors of result rows."""
+    """The MLP's differentiable inputs. `weights` scale rows of the result."""
 
     x: Num[Array, "rows d"]
     experts: Experts  # in a block one expert's, without the first dimension
@@ -119,7 +118,7 @@ class Products(Protocol):
     def rows(
         self, x: Num[Array, "rows into"], w: Num[Array, "*groups d f"], contracted: int, dtype: Any
     ) -> Num[Array, "rows out"]:
-        """Multiplies rows by `[e, d, f]`, along 1 or 2."""
+        """Multiplies rows by `[e, d, f]`, along dimension 1 or 2."""
         ...
 
     def outer(
@@ -337,7 +336,7 @@ def spread_rows(
     bias: Num[Array, "groups out"],
     group_sizes: Int32[Array, " groups"],
 ) -> Num[Array, "{rows} out"]:
-    """Returns rows' biases, past the last group anything."""
+    """Returns rows' biases. Rows past the last group hold anything."""
     ends = jnp.cumsum(group_sizes, dtype="int32")
     group = jnp.sum(lax.iota("int32", rows)[:, None] >= ends[None, :], axis=1, dtype="int32")
     return jnp.take(bias, group, axis=0, mode="clip").astype(dtype)

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
       kept: bool `[t, k]`, False for masked and dropped choices.
       scores: `[t, E]`, softmax or sigmoid of the logits, without bias, in the weights' dtype.
       logits: `[t, E]`, in that dtype.
-      mask: bool `[t]`, False for padding tokens, which may hold anything; or None.
+      mask: as in `route`.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.1, 0.6, 0.3]])), 2)
@@ -122,8 +122,7 @@ def route(
       Array([[0.47, 0.47, 0.06]], dtype=float32)
 
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-    experts" (2024), for the selected softmax; DeepSeek-AI, "DeepSeek-V3 technical report" (2024),
-    for sigmoids, bias and groups.
+    experts" (2024), for the selected softmax; DeepSeek-V3 (2024), for sigmoids, bias and groups.
     """
     logits = as_array("logits", logits)
     k = _check_logits(logits, top_k)
@@ -167,7 +166,6 @@ def route(
 def _in_best_groups(
     choice: Float[Array, "tokens experts"], groups: Any, top_groups: Any, k: int, pairs: bool
 ) -> Float[Array, "tokens experts"]:
-    """Returns `choice`, -inf outside of the best groups."""
     tokens, count = choice.shape
     groups = check_whole("groups", groups, 1)
     if count % groups:
@@ -204,7 +202,6 @@ def _in_best_groups(
 
 
 def _second_best(x: Float[Array, "*groups size"]) -> Float[Array, "*groups"]:
-    """Returns the second largest, without a sort."""
     first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
     places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
     return jnp.max(jnp.where(places == first, -jnp.inf, x), axis=-1)
@@ -249,7 +246,7 @@ def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
 def update_router_bias(
     bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
 ) -> Array:
-    """Raises biases of experts with fewer tokens than the mean, and lowers others.
+    """Moves biases up for fewer tokens than the mean, and down for more.
 
     This balances loads without a loss, after each training step.
 
@@ -271,8 +268,7 @@ def update_router_bias(
       >>> update_router_bias(jnp.zeros(4), jnp.array([5, 1, 3, 3]), 0.5)
       Array([-0.5,  0.5,  0. ,  0. ], dtype=float32)
 
-    Source: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts"
-    (2024).
+    Source: Wang et al., "Auxiliary-loss-free load balancing" (2024).
     """
     bias = as_array("bias", bias)
     tokens_per_expert = as_integers("tokens_per_expert", tokens_per_expert)

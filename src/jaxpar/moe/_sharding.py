@@ -277,7 +277,7 @@ def bias_once(ring: Ring, experts: Experts) -> Experts:
 
 @public
 def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
-    """Appends experts of zeros, so that `shards` divides their number.
+    """Appends experts of zeros, until `shards` divides their number.
 
     Args:
       experts: global `Experts`, or a mapping with the same keys.

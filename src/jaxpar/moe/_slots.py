@@ -1,8 +1,7 @@
 """Experts in slots: a fixed number of each expert's rows at once, and the rest in blocks.
 
 A slot holds one row for one expert. GPUs and CPUs have no kernel for groups of any size: there, one
-batched matmul over all slots beats loops over blocks. Empty slots are wasted, so there are only a
-few more than the average load.
+batched matmul over all slots beats loops over blocks. Empty slots are wasted, so they are few.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def _copies(plan: Plan) -> Copies:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(how: SlotMlp, inputs: Inputs, plan: Plan) -> tuple[Float[Array, "tokens d"], Projected]:
-    """Returns the result, and projections, without cotangent."""
+    """Returns the result, and projections, which have no cotangent."""
     made, projected = how.mlp.forward(_products(how, plan), _cut(inputs, plan))
     return _forward_rest(how, inputs, plan, collect(_copies(plan), made)), projected
 
@@ -177,8 +176,6 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Rest:
-    """Choices without a slot, sorted by expert."""
-
     plan: Plan
     slots: int
 
@@ -193,7 +190,7 @@ class _Rest:
     def cut(
         self, inputs: Inputs, own: Experts, block: Block, shift: Int32[Array, ""]
     ) -> tuple[Operands, Int32[Array, " length"], Int32[Array, " length"]]:
-        """Returns a block's inputs, choices, rows, past the end for none."""
+        """Returns a block's inputs, choices and rows; past-the-end for none."""
         x, _, weights = inputs
         number = block.at + shift + jnp.arange(len(block.inside), dtype="int32")
         choices = take_rows(self.plan.order, number, None)
@@ -227,7 +224,6 @@ def _forward_rest(
 def _gradients_rest(
     how: SlotMlp, inputs: Inputs, plan: Plan, grads: Inputs, ct: Float[Array, "tokens d"]
 ) -> Inputs:
-    """Adds gradients of rows without a slot."""
     rest = _Rest(plan, how.slots)
 
     def one_group(grads: Inputs, group: Int[Array, ""], fold: Callable[..., Any]) -> Inputs:

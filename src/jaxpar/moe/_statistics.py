@@ -132,9 +132,9 @@ def load_balance_loss(
 ) -> Array:
     """Computes a loss that is smallest at equal loads.
 
-    It is `E * sum_e share_e * score_e`, over all devices: expert e's share of all choices, dropped
-    ones included, and the mean over tokens of its score divided by the sum of the token's scores.
-    The mean of the devices' own losses would differ.
+    It is `E * sum_e share_e * score_e`, over all devices. `share_e` is expert e's share of all
+    choices, dropped ones included, and `score_e` the mean over tokens of its score divided by the
+    token's sum of scores. The mean of the devices' own losses would differ.
 
     Args:
       routing: as in `routing_statistics`.
@@ -146,10 +146,10 @@ def load_balance_loss(
       not differentiated. Without tokens that count, the loss and its gradients are 0.
 
     Raises:
-      TypeError: a mask that is no bool, an axis that is no text.
+      TypeError: as in `routing_statistics`.
       ValueError: a wrong shape, an unknown axis, a call outside shard_map.
 
-    Cost: psums of E + 1 integers and E floats. The derivative as in `routing_statistics`.
+    Cost: psums of E + 1 integers and E floats. The derivative costs as in `routing_statistics`.
 
     Example:
       >>> load_balance_loss(route(100 * jnp.eye(4), 1))
@@ -184,7 +184,6 @@ def router_z_loss(
 
     Raises:
       TypeError, ValueError: as in `load_balance_loss`.
-      ValueError: as in `load_balance_loss`.
 
     Cost: psums of two scalars. The derivative sends nothing, or with `check_vma=False` one scalar.
 

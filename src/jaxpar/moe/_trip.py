@@ -1,8 +1,8 @@
 """Rows sent to other devices, and results sent back and summed: each the other's derivative.
 
-A carrier is an exchanged array with the rows of several leaves, because each exchange has its own
-cost. Small leaves join the largest one's carrier as unsigned integers, which preserve bits of NaN.
-If the largest is very large, small ones share another carrier, as joining would cost more.
+A carrier is an exchanged array with the rows of several leaves, to save exchanges. Small leaves
+join the largest one's carrier as unsigned integers, which preserve bits of NaN, or share another if
+it is very large.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def unpack(
     rows: int,
     each: Callable[[Array], Array] = lambda x: x,
 ) -> list[Shaped[Array, "{rows} ..."]]:
-    """Returns carriers' leaves, `each` made of `rows` rows."""
+    """Returns leaves after `each` has made `rows` rows of carriers."""
     count = len(packing.dtypes)
     flat: dict[int, Array] = {}
     for members, carrier in zip(packing.carriers, carriers, strict=True):
@@ -199,7 +199,7 @@ class Receivers:
 def send(
     trip: Trip, leaves: list[Shaped[Array, "tokens ..."]], ring: Ring, capacity: int
 ) -> list[Shaped[Array, "{capacity} ..."]]:
-    """Returns, for each leaf, arriving rows, then anything."""
+    """Returns each leaf's arriving rows, then rows of anything."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     receivers = Receivers(ring, capacity, clean=False, low_bit=ring.low_bit("float32"))
     arrived: list[Array] = _send(receivers, trip, leaves)
@@ -209,7 +209,7 @@ def send(
 def bring_back(
     trip: Trip, leaves: list[Shaped[Array, "capacity ..."]], ring: Ring
 ) -> list[Shaped[Array, "tokens ..."]]:
-    """Returns, for each leaf, tokens' sums of results."""
+    """Returns each leaf's sums of results, by token."""
     trip, leaves = vary_alike(ring.names, trip, leaves)
     capacity = leaves[0].shape[0] if leaves else 0
     # Rows that send nothing back have the gradient 0, which must be written.

@@ -24,11 +24,9 @@ SMALL = 2**18
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves that travel joined into one array, along a dimension that is not cut.
+    """Leaves that travel joined, along a dimension that is not cut."""
 
-    Separate transfers would wait for the same links, and start too late.
-    """
-
+    # Separate transfers would wait for the same links, and start too late.
     members: tuple[int, ...]
     dim: int  # along which they are cut
     joined: int = 0  # along which they are joined
@@ -67,17 +65,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How leaves are cut into blocks, and how blocks travel.
+    """How leaves are cut into blocks, and how blocks travel."""
 
-    Attributes:
-      stages: one algorithm per axis, for a scatter. A gather starts with the last.
-      groups: leaves that are cut. Others are replicated and stay.
-      derived_by_jax: if so, sums keep their dtypes.
-    """
-
-    stages: tuple[Way, ...]
-    groups: tuple[Group, ...]
-    derived_by_jax: bool = False
+    stages: tuple[Way, ...]  # one algorithm per axis, for a scatter. A gather starts with the last.
+    groups: tuple[Group, ...]  # leaves that are cut. Others are replicated and stay.
+    derived_by_jax: bool = False  # if so, sums keep their dtypes
     low_bit: LowBit | None = None
 
 
@@ -208,10 +200,8 @@ def scatter_and_gather(blocks: Blocks, x: Whole) -> Whole:
 
 
 def gather_replicated(way: Way, block: Block, dim: int) -> Whole:
-    """Gathers blocks of sums, typed as replicated under `check_vma=True`.
-
-    Only `lax.all_gather` can be typed so.
-    """
+    """Gathers blocks of sums, typed as replicated under `check_vma=True`."""
+    # Only `lax.all_gather` can be typed so.
     axes = way.ring.names
     if checks_varying(axes):
         whole: Any = lax.all_gather(block, axes, axis=dim, tiled=True, to="invarying")
@@ -245,7 +235,7 @@ def group_leaves(
 ) -> tuple[Group, ...]:
     """Groups leaves that are cut along `dims`; None: replicated.
 
-    Leaves that `join` have one dtype, and differ in one dimension, not the one that is cut.
+    Leaves `join` if they share a dtype, and differ in one dimension, not the one that is cut.
     `scales` join only each other.
     """
     groups = _buckets(leaves, dims, size)

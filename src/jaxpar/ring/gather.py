@@ -23,26 +23,16 @@ At = Callable[[Index, int | None], Positions]  # from an owner and a share; None
 
 @dataclass(frozen=True)
 class Gather:
-    """A gather of all devices' blocks, in phases. The last phase uses them.
+    """A gather of all devices' blocks, in phases. The last phase uses them."""
 
-    Attributes:
-      phases: several if blocks go along one torus dimension after the other. Early ones collect
-        blocks, so that the next sends more at a time.
-      cuts: start and size of each share in a block.
-      dim: along which blocks form the full array; None: blocks are used one by one.
-      whole_opposite: as in `Stepwise`.
-      reach: as in `Stepwise`.
-    """
-
-    phases: Sequence[Phase]
+    phases: Sequence[Phase]  # several if blocks go along one torus dimension after the other
     directions: tuple[int, ...]
-    cuts: Sequence[tuple[int, int]]
-    dim: int | None
+    cuts: Sequence[tuple[int, int]]  # start and size of each share in a block
+    dim: int | None  # along which blocks form the full array; None: blocks are used one by one
     whole_opposite: bool = False
     reach: int | None = None
 
     def steps(self, phase: Phase | None = None) -> list[Step]:
-        """Returns a phase's program, by default the last one's."""
         phase = phase or self.phases[-1]
         rings, whole = len(phase.rings), self.whole_opposite
         return gather_steps(
@@ -50,7 +40,6 @@ class Gather:
         )
 
     def places(self, length: int) -> list[Callable[[Index], Positions]]:
-        """Returns where arriving blocks lie in the full array."""
         last, at = self.phases[-1], self._positions(length)
         return [
             partial(self._place, phase=last, t=t, at=at, hop=hop, share=share)
@@ -67,12 +56,9 @@ class Gather:
         use: Use,
         kept: list[Any] | None,
     ) -> Any:
-        """Returns the last carry.
+        """Returns the last carry; appends arriving blocks to `kept`.
 
-        Args:
-          share_of: maps `(block, number)` to a share of it.
-          beside: `Order.beside`.
-          kept: a list for arriving blocks.
+        `share_of` maps `(block, number)` to a share.
         """
         *earlier, last = self.phases
         length = 0 if self.dim is None else jax.tree.leaves(block)[0].shape[self.dim]

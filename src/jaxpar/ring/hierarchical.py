@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Hierarchical(Stepwise):
     """Blocks, sums, or both go along one torus dimension after the other.
 
-    At any time, each share uses a different dimension. Other flows use disjoint rings.
+    Each share uses a different dimension at a time. Other flows use disjoint rings.
     """
 
     sides: tuple[int, ...] = ()
@@ -80,11 +80,8 @@ class AlongDimensions(Phase):
     """A phase over a torus of equal sides.
 
     A scatter's first phase leaves each device the sums for a slab of owners. The next ones divide
-    it. A gather has the same phases, the last one first.
-
-    Attributes:
-      dimensions: torus dimensions of each ring's slab.
-      halves: whether a share is two arrays, half of the slab each.
+    it. A gather has the same phases, the last one first. With `halves`, a share is two arrays, half
+    of the slab each.
     """
 
     dimensions: tuple[tuple[int, ...], ...] = ()

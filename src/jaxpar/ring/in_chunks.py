@@ -61,9 +61,9 @@ class Comb:
 
 @dataclass(frozen=True)
 class InChunks(Naive):
-    """Each chunk's collective overlaps with work on the chunk before, if it is asynchronous.
+    """An asynchronous collective of each chunk overlaps with work on the chunk before.
 
-    A chunk is the same part of every block. A matmul may cut along another label instead.
+    A chunk is the same part of every block, unless a matmul cuts along another label.
     """
 
     chunks: int = 1

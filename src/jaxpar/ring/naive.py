@@ -195,18 +195,15 @@ class Naive(Way):
 
 
 def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
-    """Predicts the seconds of an XLA collective."""
     chip, size, shared = problem.figures, problem.ring.size, problem.messages("collective")
     once = collective_time(chip, flow, size, shared)
     return once if flow.quantized else _passes(problem, kind) * once
 
 
 def _passes(problem: Problem, kind: FlowKind) -> float:
-    """Returns the time of a collective, relative to one ring in both directions.
-
-    XLA all-reduces over the links of all dimensions, or over one by a reduce-scatter and an
-    all-gather. A scatter over a full slice of equal sides is an all-reduce too.
-    """
+    """Returns a collective's time, relative to one ring in both directions."""
+    # XLA all-reduces over the links of all dimensions, or over one by a reduce-scatter and an
+    # all-gather. A scatter over a full slice of equal sides is an all-reduce too.
     chip, size = problem.figures, problem.ring.size
     devices = max(problem.devices, size)
     if not chip.torus or kind == "gather":
@@ -219,10 +216,7 @@ def _passes(problem: Problem, kind: FlowKind) -> float:
 
 
 def _spanned(chip: Chip, size: int, devices: int) -> int:
-    """Guesses how many torus dimensions a ring spans, from sides as even as possible.
-
-    Tracing does not see coordinates.
-    """
+    """Guesses how many torus dimensions a ring spans: tracing sees no coordinates."""
     if chip.dimensions == 2:  # these dimensions close only if they are 16 long
         return 2 if size >= 256 else 1
     sides = [1] * max(1, chip.dimensions)

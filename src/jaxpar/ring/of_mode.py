@@ -27,10 +27,8 @@ def stepwise(problem: Problem, mode: Mode, flows: tuple[Flow, ...]) -> Stepwise:
 
 
 def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Stepwise:
-    """Returns disjoint rings, or one torus dimension after the other if that is faster.
-
-    Then pieces are larger, but less of the transfers overlaps with work.
-    """
+    """Returns disjoint rings, or one torus dimension after the other if faster."""
+    # Then pieces are larger, but less overlaps with work.
     sides = tuple(ring.size for ring in problem.ring.stages())
     if problem.chip is None or len(sides) < 2 or min(sides) < 3 or len(set(sides)) > 1:
         return way
@@ -48,7 +46,6 @@ def with_phases(problem: Problem, way: Stepwise, flows: tuple[Flow, ...]) -> Ste
 
 
 def _opposite_is_covered(problem: Problem, flows: tuple[Flow, ...]) -> bool:
-    """Returns whether the opposite block should arrive uncut."""
     chip = problem.chip
     if problem.kind == "weights":  # cutting costs two passes over memory, and hides nothing
         return True

@@ -24,18 +24,12 @@ Beside = tuple[Index, Any, Any]  # the index, the results, the arrivals
 
 
 class Work(NamedTuple):
-    """What a step computes while its transfers are under way.
+    """What a step computes while its transfers are under way."""
 
-    Attributes:
-      take: maps the index to the step's operands; depends on nothing else.
-      compute: maps `(index, leaving, take(index))` to the results.
-      sums: picks the results that are added to; None: none.
-      like: makes arrays of the results' types; None: nothing continues earlier arrays.
-    """
-
-    take: Callable[[Index], Any]
-    compute: Callable[[Index, Any, Any], Any]
-    sums: Callable[[Any], Any] | None = None
+    take: Callable[[Index], Any]  # maps the index to the step's operands; depends on nothing else
+    compute: Callable[[Index, Any, Any], Any]  # maps `(index, leaving, take(index))` to the results
+    sums: Callable[[Any], Any] | None = None  # picks the results that are added to; None: none
+    # makes arrays of the results' types; None: nothing continues earlier arrays
     like: Callable[[], Any] | None = None
 
 
@@ -70,22 +64,20 @@ class Order:
         return lax.optimization_barrier((index, made, arriving))
 
     def for_sums(self, flops: float) -> "Order":
-        """Returns the order for a scatter's unrolled steps; `flops` of 0: no matmul."""
+        """Returns the order for unrolled sums; `flops` of 0: no matmul."""
         return self
 
     def forward_first(self, out: Any, residuals: Any) -> tuple[Any, Any]:
-        """Returns both, with the backward pass ordered behind the forward pass."""
+        """Returns both, with the backward pass after the forward pass."""
         return out, residuals
 
 
 @dataclass(frozen=True)
 class TpuOrder(Order):
-    """A step that adds is one instruction, a conditional with an unprovable predicate.
+    """A step that adds is one instruction, a conditional with an unprovable predicate."""
 
-    So the matmul's epilogue adds an arrived sum for free. Sums travel in two alternating pieces:
-    one is added while the other is under way.
-    """
-
+    # So the matmul's epilogue adds an arrived sum. Sums travel in two alternating pieces: one is
+    # added while the other is under way.
     # Without the conditional, the addition is a separate pass over memory:
     #     fusion.2 = f32[256,4096] fusion(cut, rhs), kind=kOutput          # the matmul
     #     add_fusion.10 = bf16[256,4096] fusion(fusion.2, arrived), kind=kLoop
@@ -150,12 +142,10 @@ class CpuOrder(Order):
 
 @dataclass(frozen=True)
 class ClusterOrder(Order):
-    """A transfer starts only when the matmul that overlaps with it can start.
+    """A transfer starts only when the matmul that overlaps with it can start."""
 
-    The CPU executor runs instructions as they become ready, and a transfer between processes
-    blocks its thread. A matmul that is ready later would wait for its end.
-    """
-
+    # The CPU executor runs instructions as they become ready, and a transfer between processes
+    # blocks its thread: a later matmul would wait.
     def beside(self, index: Index, leaving: Any, send: Send, work: Work) -> Beside:
         # Without the barrier, fusion cuts the operand twice, and the tie waits for nothing. This
         # happens before jax 0.12, where the compiler drops the barrier:
@@ -192,7 +182,7 @@ def traced_order() -> Order:
 
 
 def known_after(tree: Any, index: Index) -> Array:
-    """Returns `index`, unknown to any compiler before every array of `tree` is there."""
+    """Returns `index`, unknown to any compiler before all of `tree` is there."""
     # The minimum of the index, and of the index plus a count of nonzero elements.
     for x in jax.tree.leaves(tree):
         if x.size and not any(spec_of(x)):
@@ -209,7 +199,6 @@ def written_after(before: Any, tree: Any) -> Any:
     start = known_after(before, jnp.int32(0))  # no compiler knows that it is 0
 
     def rewritten(x: Array) -> Array:
-        """Writes the first element of `x` onto itself, in place."""
         if not x.size or any(spec_of(x)):
             return x
         start_of_all = [start] * x.ndim

@@ -59,12 +59,10 @@ def _cut_at(x: Whole, start: Any, size: int, dim: int) -> Block:
 
 
 def split_dim(x: Array, dim: int, parts: int) -> Array:
-    """Splits `dim` in two, the first of size `parts`."""
     return x.reshape((*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
 
 
 def join_dims(x: Array, dim: int) -> Array:
-    """Joins `dim` and the next dimension."""
     return x.reshape((*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]))
 
 
@@ -81,7 +79,7 @@ def cut_out(tree: Any, start: int, size: int, dim: int) -> Any:
 
 
 def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
-    """Returns starts and sizes of equal parts, at `most` so many."""
+    """Returns equal parts, as many as possible up to `most`."""
     parts = next(parts for parts in range(most, 0, -1) if length % parts == 0)
     return [(number * (length // parts), length // parts) for number in range(parts)]
 
@@ -94,7 +92,6 @@ def empty_result(piece: Block, dim: int, length: int) -> Whole:
 
 
 def of_types(types: Any, tree: Any) -> Any:
-    """Casts a pytree to the dtypes of `types`."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), types, tree)
 
 

@@ -22,11 +22,7 @@ Ordering = Callable[[Index, Any, Send, Work], Beside]  # as `Order.beside`
 
 @dataclass(frozen=True)
 class Phase:
-    """The rings of all shares at one time; one phase, unless a torus has several.
-
-    Attributes:
-      halves: whether a share is two arrays.
-    """
+    """The rings of all shares at one time; one phase, unless a torus has several."""
 
     rings: tuple[Ring, ...]
     halves = False
@@ -39,7 +35,7 @@ class Phase:
     def positions(self, owner: Index, ring: int, length: int, start: int, size: int) -> Span | Slab:
         """Returns where an owner's piece lies in the full array.
 
-        The piece is `size` positions from `start` on, in a block of `length`.
+        It is `size` positions from `start` on, in a block of `length`.
         """
         # The product comes last where it can: the compiler then sees that the start is a multiple
         # of `length`. By `lax`, because JAX does not convert its operands.

@@ -11,10 +11,8 @@ TILE = 8  # rows of a TPU's tile; data that begin or end within a tile are shift
 
 
 def shares_of(length: int, shares: int) -> list[tuple[int, int]]:
-    """Returns starts and sizes of parts, the longest first, none empty.
-
-    They are as equal as possible, and whole tiles if there are enough.
-    """
+    """Returns starts and sizes of parts, the longest first, none empty."""
+    # They are whole tiles if there are enough.
     unit = TILE if length % TILE == 0 and length >= 5 * TILE * shares else 1
     units = length // unit
     shares = max(1, min(shares, units))
@@ -23,11 +21,9 @@ def shares_of(length: int, shares: int) -> list[tuple[int, int]]:
 
 
 def equal_pieces(length: int, pieces: int) -> list[tuple[int, int]]:
-    """Returns starts and sizes of equal pieces that cover `length`. The last may overlap.
-
-    With several sizes, the TPU compiler delays transfers. Pieces are whole tiles if that adds at
-    most a hundredth.
-    """
+    """Returns starts and sizes of equal pieces. The last may overlap."""
+    # With several sizes, the TPU compiler delays transfers. Pieces are whole tiles if that adds at
+    # most a hundredth.
     # 16392x8192x8192 over a ring of 8 v5p takes 1694 us in pieces of 1025 and 1024 rows, and
     # 1536 us in two pieces of 1032.
     size = -(-length // pieces)
@@ -38,10 +34,8 @@ def equal_pieces(length: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def half_of(block: Array, half: int) -> Array:
-    """Returns a half of a block, along an even dimension if there is one.
-
-    Avoids dimensions that explicit mesh axes shard: a half would be resharded.
-    """
+    """Returns a half, along an even dimension if there is one."""
+    # Avoids dimensions that explicit mesh axes shard: they would be resharded.
     dim = _halved_dim(block)
     size = block.shape[dim]
     middle = -(-size // 2)
@@ -50,7 +44,6 @@ def half_of(block: Array, half: int) -> Array:
 
 
 def join_halves(halves: Sequence[Array], like: Array) -> Array:
-    """Returns the block of these halves, shaped like `like`."""
     return lax.concatenate(halves, _halved_dim(like))
 
 

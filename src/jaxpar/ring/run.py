@@ -34,7 +34,6 @@ def run(
 
 
 def loops(steps: Sequence[Step], period: int = 1) -> bool:
-    """Returns whether some steps run in a loop."""
     return any(times > UNROLLED for _, times, _ in stretches(steps, period))
 
 

@@ -22,20 +22,13 @@ from jaxpar.compiler.compat import optimization_barrier
 )
 @dataclass(frozen=True)
 class Scales:
-    """The scales of all devices' blocks.
-
-    Attributes:
-      dim: the dimension that is gathered.
-      length: of a block's values along it.
-      apart: whether each position has a scale, not only each block.
-      dtype: of the dequantized values.
-    """
+    """The scales of all devices' blocks, gathered along `dim`."""
 
     whole: Leaf
     dim: int
-    length: int
-    apart: bool
-    dtype: Any
+    length: int  # of a block's values along it
+    apart: bool  # whether each position has a scale, not only each block
+    dtype: Any  # of the dequantized values
 
     def at(self, positions: Any) -> Array:
         if self.apart:
@@ -43,17 +36,14 @@ class Scales:
         return positions.of_blocks(self.whole, self.dim, self.length)
 
     def read(self, values: Array, scales: Array) -> Array:
-        """Dequantizes the values."""
         return Quantized(values, scales, dtype=self.dtype).dequantized()
 
 
 def gather_scales(
     names: tuple[str, ...], blocks: Sequence[Quantized], dim: int
 ) -> tuple[list[Array], list[Scales]]:
-    """Gathers the scales of blocks that will be gathered along `dim`; returns values and scales.
-
-    Scales arrive before values leave. Otherwise they, and the first matmul, wait for the links.
-    """
+    """Gathers scales of blocks that will be gathered; returns values and scales."""
+    # Scales arrive before values leave. Otherwise they, and the first matmul, wait for the links.
     for x in blocks:
         have, length = x.scales.shape[dim], x.shape[dim]
         if have not in (1, length):
@@ -84,7 +74,6 @@ def _joined_along(dim: int, rows: Array, shape: tuple[int, ...]) -> Array:
 
 def join(blocks: Sequence[Quantized], dim: int) -> Quantized:
     def of_each(x: Quantized) -> Array:
-        """Returns a scale for each position of `dim`."""
         shape = (*x.scales.shape[:dim], x.shape[dim], *x.scales.shape[dim + 1 :])
         return jnp.broadcast_to(spread(x.scales, shape), shape)
 

@@ -24,20 +24,15 @@ Sums = dict[Hop, Any]  # encoded sums, by the hops by which they leave or arrive
 
 @dataclass(frozen=True)
 class Scatter:
-    """A scatter of all devices' sums, in phases.
-
-    Attributes:
-      cuts: pieces of each share, all of one size, as start and size in a block.
-      dim: along which blocks form the full array.
-      encode: converts sums to their wire form.
-    """
+    """A scatter of all devices' sums, in phases."""
 
     steps: Sequence[Step]
+    # pieces of each share, all of one size, as start and size in a block
     cuts: Sequence[Sequence[tuple[int, int]]]
     dim: int
     length: int
     dtype: DTypeLike
-    encode: Callable[[Array], Any]
+    encode: Callable[[Array], Any]  # converts sums to their wire form
 
     def run(
         self,
@@ -47,7 +42,6 @@ class Scatter:
         take: Callable[[Any], Any],
         produce: Callable[[Any], Array],
     ) -> Array:
-        """Sums all devices' partial sums for this device."""
         first, *others = phases
 
         def needed(owner: Index, share: int, piece: int) -> Any:
@@ -78,7 +72,7 @@ class Scatter:
     ) -> Any:
         """Runs a phase on sums `produce(take(owner, share, piece))`.
 
-        Returns the block if sums are placed in it, otherwise the sums of each piece and share.
+        Returns the block if it can `place` sums, otherwise the sums.
         """
         # With one piece, the state is the index and the sums that leave next. With two, it is the
         # index, the last sums, the sums to be added, and the finished ones.
@@ -102,7 +96,6 @@ class Scatter:
             return [take(at, share, t.piece) for at, share in owners]
 
         def added(t: Step) -> list[list[Hop]]:
-            """Returns, for each sum, the hops of its additions."""
             if t.hops:
                 return [[hop] if hop in t.adds else [] for hop in t.hops]
             return [[hop for hop in t.adds if hop.ring == ring] for ring in shares]
@@ -114,7 +107,6 @@ class Scatter:
             return made
 
         def in_one(state: Any, t: Step) -> Any:
-            """Adds a sum when it arrives."""
             index, leaving = state
             work = Work(partial(take_all, t=t), lambda _, __, taken: [produce(x) for x in taken])
             index, made, came = beside(index, leaving, partial(send, t=t), work)
@@ -170,7 +162,6 @@ class Scatter:
         return [x.astype(self.dtype) for x in sums]
 
     def _placed(self, block: Array | None, sums: list[Array], piece: int) -> Array:
-        """Writes a piece of each share into the block."""
         for x, cuts in zip(self._rounded(sums), self.cuts, strict=True):
             block = Span(*cuts[piece]).place(block, x, self.dim, self.length)
         assert block is not None  # there is a share

@@ -20,41 +20,26 @@ FlowKind = Literal["gather", "scatter", "all-reduce"]
 
 @dataclass(frozen=True)
 class Flow:
-    """One device's work and what it sends or receives meanwhile. Sizes are in bytes.
-
-    Attributes:
-      block_bytes: of one block on the wire.
-      whole: read by every piece, such as a weight.
-      shared: each piece has its share.
-      sums: every piece adds to them.
-      minor: part of `shared` that is split along the last dimension.
-      cut: part of `shared` in operands that are cut for each piece.
-      sliced: part of `cut` that is cut along the last dimension.
-      partners: travels, per device, if the gathered operand stays.
-      exchanged: then goes all to all, per device.
-      unaligned: part of `shared` in results into which no matmul writes chunks. Their last
-        dimension is no multiple of the lanes, or the travelling array ends with the label.
-      along: the label that is cut.
-      length: of this label in the full array; 0: unknown.
-      across: the same work, cut along other labels.
-    """
+    """One device's work and what it sends or receives meanwhile. Sizes are in bytes."""
 
     kind: FlowKind
     flops: float = 0.0
-    block_bytes: int = 0
-    whole: int = 0
-    shared: int = 0
-    sums: int = 0
-    minor: int = 0
-    cut: int = 0
-    sliced: int = 0
-    partners: int = 0
-    exchanged: int = 0
+    block_bytes: int = 0  # of one block on the wire
+    whole: int = 0  # read by every piece, such as a weight
+    shared: int = 0  # each piece has its share
+    sums: int = 0  # every piece adds to them
+    minor: int = 0  # part of `shared` that is split along the last dimension
+    cut: int = 0  # part of `shared` in operands that are cut for each piece
+    sliced: int = 0  # part of `cut` that is cut along the last dimension
+    partners: int = 0  # travels, per device, if the gathered operand stays
+    exchanged: int = 0  # then goes all to all, per device
+    # part of `shared` in results into which no matmul writes chunks: their last dimension is no
+    # multiple of the lanes, or the travelling array ends with the label
     unaligned: int = 0
     quantized: bool = False
-    along: str = ""
-    length: int = 0
-    across: tuple["Flow", ...] = ()
+    along: str = ""  # the label that is cut
+    length: int = 0  # of this label in the full array; 0: unknown
+    across: tuple["Flow", ...] = ()  # the same work, cut along other labels
 
     def in_chunks(self, chunks: int) -> "Flow":
         """Returns the flow whose chunks move the fewest bytes."""
@@ -86,21 +71,14 @@ QUANTIZING = 6.0
 
 @dataclass(frozen=True)
 class Fitted:
-    """Fitted constants of one kind of chip.
+    """Fitted constants of one kind of chip."""
 
-    Attributes:
-      within: time that a matmul loses by cutting an operand, relative to a copy.
-      step_passes: separate passes over float32 sums per piece, in steps; 0: the epilogue adds.
-      chunk_passes: the same in chunks.
-      piece: seconds of overhead per piece.
-      resident: share of VMEM that holds an operand.
-    """
-
-    within: float = 0.0
+    within: float = 0.0  # time that a matmul loses by cutting an operand, relative to a copy
+    # separate passes over float32 sums per piece, in steps; 0: the epilogue adds
     step_passes: float = 0.0
-    chunk_passes: float = 0.0
-    piece: float = 3e-6
-    resident: float = 0.3
+    chunk_passes: float = 0.0  # the same in chunks
+    piece: float = 3e-6  # seconds of overhead per piece
+    resident: float = 0.3  # share of VMEM that holds an operand
 
 
 _OTHERS = Fitted(chunk_passes=2.0)
@@ -117,11 +95,9 @@ def fitted_to(kind: str) -> Fitted:
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:
-    """Predicts the time of all pieces, by a roofline.
-
-    Near the ridge neither FLOPs nor bytes hide the other, hence the root of squares. Sums are read
-    and written in `passes`, in the matmul's epilogue (0), or not at all if `kept` on the chip.
-    """
+    """Predicts the time of all pieces, by a roofline."""
+    # Near the ridge neither FLOPs nor bytes hide the other, hence the root of squares. Sums take
+    # `passes`: 0 in the matmul's epilogue, none if `kept` on the chip.
     computed = flow.flops / (MATMUL_SHARE * chip.flops)
     beyond = max(0.0, flow.whole - fitted_to(chip.kind).resident * chip.vmem)
     again = 0.0 if kept else 2.0 * (pieces - 1) * flow.sums
@@ -132,12 +108,10 @@ def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool 
 
 
 def joins(chip: Chip, length: int, sums: float, cuts_first: bool) -> bool:
-    """Returns whether to join blocks of `length`, and multiply them once.
-
-    Adding an M x N float32 sum moves 8 M N bytes during 2 M N `length` FLOPs. On a TPU, joining is
-    cheaper if this takes over half of their time. It copies the other operand, unless `cuts_first`.
-    Small `sums`, in bytes, stay on the chip.
-    """
+    """Returns whether to join blocks of `length`, and multiply them once."""
+    # Adding an M x N float32 sum moves 8 M N bytes during 2 M N `length` FLOPs. On a TPU, joining
+    # is cheaper if this takes over half of their time. It copies the other operand, unless
+    # `cuts_first`. Small `sums`, in bytes, stay on the chip.
     adds = cuts_first or 2 * sums > chip.vmem
     return chip.torus and 8 * chip.flops / chip.hbm > length and adds
 
@@ -166,14 +140,12 @@ def all_to_all_time(chip: Chip, sent: float, size: int) -> float:
 
 
 def gathered_again(chip: Chip, flow: Flow, size: int, messages: int) -> float:
-    """Predicts the gather of sums."""
     if flow.kind != "all-reduce":
         return 0.0
     return collective_time(chip, flow, size, messages) + last_copy_time(chip, flow, size)
 
 
 def last_copy_time(chip: Chip, flow: Flow, size: int) -> float:
-    """Predicts the copy into a program's result."""
     return copy_time(chip, size * flow.block_bytes) if chip.torus else 0.0
 
 
@@ -189,7 +161,6 @@ def quantizing_time(chip: Chip, flows: Sequence[Flow]) -> float:
 def work_on_kept(
     chip: Chip, flow: Flow, kept: int, parts: int = 1, *, stepwise: bool = False
 ) -> float:
-    """Predicts work on saved blocks, or on an array in `parts`."""
     pieces, fitted = parts if kept == 1 else kept, fitted_to(chip.kind)
     if kept > 1 and flow.sums:
         joined = KEPT_JOINED // max(1, flow.length // kept) + 1

@@ -14,7 +14,7 @@ from jaxpar.ring.parts import Block, Span, Whole, unwritten
 class Slab:
     """A box of a torus' blocks, with the same positions of each block.
 
-    The full array has the `shape` of the torus, the last side fastest, and of a block. `starts` are
+    The full array has the `shape` of the torus, last side fastest, and of a block. `starts` are
     integers or int32[].
     """
 
@@ -51,7 +51,6 @@ class Slab:
 
     @property
     def _span(self) -> Span | None:
-        """Returns the positions as a span, if consecutive."""
         first, *others = range(len(self.shape))
         if self.sizes[first] > 1 or any(self.sizes[d] < self.shape[d] for d in others):
             return None

@@ -16,17 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True, repr=False, order=True)
 class Hop:
-    """A transfer of a block or a sum to a neighbour.
+    """A transfer of a block or a sum to a neighbour."""
 
-    Attributes:
-      direction: 1 towards higher logical indices, -1 towards lower ones.
-      half: the half that travels; None: all.
-      ring: its number. Each ring carries its own share of every block.
-    """
-
-    direction: int
-    half: int | None = None
-    ring: int = 0
+    direction: int  # 1 towards higher logical indices, -1 towards lower ones
+    half: int | None = None  # the half that travels; None: all
+    ring: int = 0  # its number. Each ring carries its own share of every block.
 
     def __repr__(self) -> str:
         half = "" if self.half is None else f"/{self.half}"
@@ -35,26 +29,17 @@ class Hop:
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """The work between two waits, and the transfers that overlap with it.
+    """The work between two waits, and the transfers that overlap with it."""
 
-    Attributes:
-      distance: number of places to the owners; traced in a loop.
-      hops: by which the blocks arrived (gather), or the sums will leave (scatter). Empty for this
-        device's own.
-      blocks: hops of blocks that leave meanwhile.
-      sums: hops of the previous step's sums, which leave meanwhile.
-      adds: hops of arrived sums that are added.
-      piece: number of a sum's piece.
-      awaited: whether the next step waits for these transfers. Not while each step sends one way:
-        the next sum takes another link, or follows.
-    """
-
-    distance: Any
+    distance: Any  # number of places to the owners; traced in a loop
+    # by which blocks arrived (gather), or sums will leave (scatter). Empty for this device's.
     hops: tuple[Hop, ...] = ()
-    blocks: tuple[Hop, ...] = ()
-    sums: tuple[Hop, ...] = ()
-    adds: tuple[Hop, ...] = ()
-    piece: int = 0
+    blocks: tuple[Hop, ...] = ()  # hops of blocks that leave meanwhile
+    sums: tuple[Hop, ...] = ()  # hops of the previous step's sums, which leave meanwhile
+    adds: tuple[Hop, ...] = ()  # hops of arrived sums that are added
+    piece: int = 0  # number of a sum's piece
+    # whether the next step waits for these transfers. Not while each step sends one way: the next
+    # sum takes another link, or follows.
     awaited: bool = True
 
     def __repr__(self) -> str:
@@ -71,12 +56,10 @@ def gather_steps(
     whole_opposite: bool = False,
     reach: int | None = None,
 ) -> list[Step]:
-    """Returns the program that brings blocks within `reach` hops (None: all) to every device.
-
-    With two directions and an even size, the opposite device's block arrives in halves, one from
-    each side: each link carries (size - 1) / 2 blocks. With `whole_opposite` it is not cut, but
-    takes half a transfer more.
-    """
+    """Returns the program that brings blocks within `reach` hops (None: all) to every device."""
+    # With two directions and an even size, the opposite device's block arrives in halves, one from
+    # each side: each link carries (size - 1) / 2 blocks. With `whole_opposite` it is not cut, but
+    # takes half a transfer more.
     # Four devices, both directions, seen from device 0:
     #
     #     step   uses            meanwhile
@@ -109,12 +92,10 @@ def scatter_steps(
     rings: int = 1,
     staggered: bool = True,
 ) -> list[Step]:
-    """Returns the program that sends each device the sum of all devices' shares for it.
-
-    With one piece, a sum is under way while the share added to it is computed. With two alternating
-    pieces, it has arrived by then. `staggered` makes sums without an addition first, so that the
-    opposite device's first half has one step more to arrive.
-    """
+    """Returns the program that sends each device the sum of all devices' shares for it."""
+    # With one piece, a sum is under way while the share added to it is computed. With two
+    # alternating pieces, it has arrived by then. `staggered` makes sums without an addition first:
+    # the opposite device's first half has one step more to arrive.
     # Four devices, both directions, two pieces, seen from device 0. 2a is the first half of the sum
     # for device 2. A sum that arrives holds the shares of all devices on its path so far:
     #
@@ -186,7 +167,7 @@ def _hops(directions: tuple[int, ...], rings: int, half: int | None = None) -> t
 def stretches(steps: Sequence[Step], period: int = 1) -> Iterator[tuple[list[Step], int, int]]:
     """Yields stretches of a program in which only the distance grows.
 
-    Each is its first `period` steps, their repeats, and the growth each time.
+    Each is its first `period` steps, their repeats, and the growth.
     """
     number = 0
     while number < len(steps):
@@ -201,7 +182,6 @@ def stretches(steps: Sequence[Step], period: int = 1) -> Iterator[tuple[list[Ste
 
 
 def moved(steps: Sequence[Step], by: Any) -> list[Step]:
-    """Returns the steps for owners `by` places farther away."""
     return [replace(step, distance=step.distance + by) for step in steps]
 
 

@@ -58,20 +58,14 @@ UNROLLED_CIRCULATING = 6  # fewer than other steps, because each of these holds 
 
 @dataclass(frozen=True)
 class Stepwise(Way):
-    """Blocks and sums go from neighbour to neighbour, in one direction or in both.
+    """Blocks and sums go from neighbour to neighbour, in one direction or in both."""
 
-    Attributes:
-      directions: of a gather, (1,) or (1, -1). Sums go the other way.
-      whole_opposite: whether the opposite device's block arrives in one piece.
-      rings: disjoint rings. Each carries its own share of every block. None: one, in logical order.
-      reach: number of hops in each direction; None: to all devices.
-    """
-
-    directions: tuple[int, ...]
+    directions: tuple[int, ...]  # of a gather, (1,) or (1, -1). Sums go the other way.
     order: Order
-    whole_opposite: bool = False
+    whole_opposite: bool = False  # whether the opposite device's block arrives in one piece
+    # disjoint ones, each with its share of every block. None: one, in logical order.
     rings: tuple[Ring, ...] | None = None
-    reach: int | None = None
+    reach: int | None = None  # number of hops in each direction; None: to all devices
 
     @property
     def mode(self) -> str:
@@ -132,7 +126,7 @@ class Stepwise(Way):
 
     @property
     def _keeps_whole(self) -> bool:
-        """Returns whether a gather saves one full array: steps in a loop hand out no blocks."""
+        """Returns whether a gather saves one full array: loops hand out no blocks."""
         gather = self._gather([], len(self.rings or [self.ring]), 0)
         return loops(gather.steps())
 
@@ -255,7 +249,6 @@ class Stepwise(Way):
         return carry, own
 
     def _steps_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
-        """Predicts the seconds of steps, with `beside` seconds of tasks."""
         chip, size = problem.figures, self.ring.size
         messages = problem.messages("ring" if self.rings is None else "rings")
         again = gathered_again(chip, flow, size, problem.messages("collective"))
@@ -305,7 +298,6 @@ class Stepwise(Way):
         return sum(map(time_of, steps), 0.0) + copied
 
     def _cut_time(self, chip: Chip, flow: Flow, rings: int) -> float:
-        """Predicts the seconds that cutting operands costs."""
         fitted, order, pieces = fitted_to(chip.kind), self.order, self.order.pieces
         if flow.kind != "gather":
             around = self._sum_phases(rings)[0].around

@@ -15,19 +15,13 @@ def _as_it_is(x: Any) -> Any:
 
 
 class Task(NamedTuple):
-    """A part of the work that waits for no transfer.
+    """A part of the work that waits for no transfer."""
 
-    Attributes:
-      take: maps the index to the task's operands.
-      fold: maps `(index, taken, carry)` to the next carry; the first is None.
-      finish: is applied to the carry afterwards.
-      adds: whether `fold` adds to the carry, not only writes.
-    """
-
-    take: Callable[[Index], Any]
+    take: Callable[[Index], Any]  # maps the index to the task's operands
+    # maps `(index, taken, carry)` to the next carry; the first is None
     fold: Callable[[Index, Any, Any], Any]
     finish: Callable[[Any], Any] = _as_it_is
-    adds: bool = True
+    adds: bool = True  # whether `fold` adds to the carry, not only writes
 
     def next(self, index: Index, taken: Any, carry: Any) -> Any:
         return self.finish(self.fold(index, taken, carry))
@@ -43,7 +37,6 @@ class Task(NamedTuple):
 
 
 def at_once(tasks: Sequence[Task], index: Index) -> Any:
-    """Runs tasks without transfers; returns the last carry."""
     order, carry = traced_order(), None
     for task in tasks:
         index, carry, _ = order.beside(index, (), _as_it_is, task.work(carry))
@@ -60,7 +53,6 @@ class Spare:
         self._dealt = iter(deal(tasks[1:], steps))
 
     def within(self, beside: Callable[[Work], Beside], work: Work) -> Beside:
-        """Runs a step with its tasks."""
         carry, tasks = self.carry, next(self._dealt, [])
         if not tasks:
             return beside(work)
@@ -87,6 +79,5 @@ class Spare:
 
 
 def deal(tasks: Sequence[Task], hands: int) -> list[list[Task]]:
-    """Distributes tasks evenly, in their order."""
     ends = [len(tasks) * (hand + 1) // hands for hand in range(hands)]
     return [list(tasks[start:end]) for start, end in pairwise([0, *ends])]

@@ -1,7 +1,7 @@
 """The interface of the algorithms over a ring.
 
 A `Way` is an algorithm for one pass, forward or backward. It moves blocks (`gather`), sums
-(`scatter`), or both (`circulate`). Callers do not ask which algorithm they have.
+(`scatter`), or both (`circulate`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def as_it_is(x: Any) -> Any:
 
 
 def forward_first(ways: Sequence[Way], out: Any, residuals: Any) -> tuple[Any, Any]:
-    """Returns both, with the backward pass ordered behind the forward pass."""
     if not any(way.relays for way in ways):
         return out, residuals
     from jaxpar.ring.order import traced_order
@@ -73,42 +72,28 @@ def in_scope(
 
 
 class Use(NamedTuple):
-    """How arriving blocks are used.
+    """How arriving blocks are used."""
 
-    Attributes:
-      consume: maps `(carry, arrivals)` to the next carry; the first is None.
-      take: maps positions to the operands there.
-      sums: picks the part of the carry that is added to.
-      finish: is applied to the last carry.
-      like: makes arrays of the first carry's types, if it is a sum.
-    """
-
+    # maps `(carry, arrivals)` to the next carry; the first is None
     consume: Callable[[Any, Arrivals], Any]
-    take: Take = take_nothing
-    sums: Pick | None = None
+    take: Take = take_nothing  # maps positions to the operands there
+    sums: Pick | None = None  # picks the part of the carry that is added to
     finish: Pick = as_it_is
-    like: Callable[[], Any] | None = None
+    like: Callable[[], Any] | None = None  # makes arrays of the first carry's types, if it is a sum
 
 
 class Round(NamedTuple):
-    """How a device uses visiting blocks, and adds to their sums.
+    """How a device uses visiting blocks, and adds to their sums."""
 
-    Attributes:
-      begin: maps `(carry, own)` to both: the first step's work on the local block.
-      visit: maps `(carry, visits)` to the carry, and this device's share of the visitors' sums in
-        the dtypes of `own`.
-      end: like `begin`, in the last step.
-      split: splits a block into at most so many parts.
-      join: its inverse, for sums.
-      summed: picks the parts of a block that have sums.
-    """
-
+    # maps `(carry, own)` to both: the first step's work on the local block
     begin: Callable[[Any, Any], tuple[Any, Any]]
+    # maps `(carry, visits)` to the carry, and this device's share of the visitors' sums in the
+    # dtypes of `own`
     visit: Callable[[Any, Visits], tuple[Any, list[Any]]]
-    end: Callable[[Any, Any], tuple[Any, Any]]
-    split: Split
-    join: Callable[[list[Any]], Any]
-    summed: Pick = as_it_is
+    end: Callable[[Any, Any], tuple[Any, Any]]  # like `begin`, in the last step
+    split: Split  # splits a block into at most so many parts
+    join: Callable[[list[Any]], Any]  # its inverse, for sums
+    summed: Pick = as_it_is  # picks the parts of a block that have sums
 
 
 class Forms(NamedTuple, Generic[Result]):
@@ -120,11 +105,7 @@ class Forms(NamedTuple, Generic[Result]):
 
 
 class Kept(NamedTuple):
-    """The blocks that a gather saves for the backward pass, in order.
-
-    Attributes:
-      places: positions of each. One place is the full array.
-    """
+    """The blocks that a gather saves, in order. One place is the full array."""
 
     places: list[Place]
     own_first: bool = False
@@ -132,16 +113,11 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """An algorithm for one pass over a ring; static.
-
-    Attributes:
-      derived_by_jax: whether JAX's own derivatives are as good as special ones.
-      relays: whether devices pass on others' blocks and sums. If so, join arrays that travel
-        together into one.
-    """
+    """An algorithm for one pass over a ring; static."""
 
     ring: Ring
-    derived_by_jax = False
+    derived_by_jax = False  # whether JAX's own derivatives are as good as special ones
+    # whether devices pass on others' blocks. If so, join arrays that travel together.
     relays = True
 
     @property
@@ -150,11 +126,9 @@ class Way:
         raise NotImplementedError
 
     def seconds(self, problem: Problem, flows: Sequence[Flow], kept: int = 0) -> float:
-        """Predicts the seconds of flows, one after the other.
+        """Predicts the seconds of a gather, a scatter, or a scatter and an independent gather.
 
-        Args:
-          flows: a gather, a scatter, or a scatter and an independent gather.
-          kept: number of blocks saved for the last flow.
+        `kept` blocks are saved for the last flow.
         """
         raise NotImplementedError
 
@@ -216,12 +190,8 @@ class Way:
     def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
         """Takes every block to all devices, and sums what they add for its owner.
 
-        Args:
-          carry: stays here.
-          own: zeros like `summed(block)`.
-
-        Returns:
-          The carry, and the sums for the local block.
+        `carry` stays here. `own` is zeros like `summed(block)`. Returns the carry, and the sums for
+        the local block.
         """
         raise NotImplementedError
 

@@ -29,7 +29,6 @@ def count(jaxpr: core.Jaxpr, platform: str | None) -> Counter[str]:
 
 
 def sent_bytes(jaxpr: core.Jaxpr, platform: str | None) -> int:
-    """Returns the bytes that one device sends in `jaxpr`."""
     return round(sum(_tally(jaxpr, platform, _sent_bytes, {}).values()))
 
 
@@ -43,7 +42,7 @@ def _sent_bytes(name: str, eqn: core.JaxprEqn, sizes: Sizes) -> float:
 
 
 def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) -> dict[str, float]:
-    """Sums `weigh` over the collectives that one device runs, by `jax.lax` name."""
+    """Sums `weigh` over one device's collectives, by name."""
     total: dict[str, float] = {}
 
     def add(part: Mapping[str, float], times: int = 1) -> None:
@@ -69,7 +68,7 @@ def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) 
         for part in inner:
             if primitive == "while" and part:
                 raise ValueError(
-                    "count_collectives: a while loop whose trip count is not known runs "
+                    "count_collectives: a while loop of an unknown number of iterations runs "
                     f"{sorted(part)} each time; use lax.fori_loop with bounds known while "
                     "tracing, or lax.scan"
                 )
@@ -82,7 +81,7 @@ def _branches(
 ) -> list[core.Jaxpr]:
     """Returns the branches that may run: one, if they depend on a known platform.
 
-    Other branches may be impossible to count.
+    Others may be impossible to count.
     """
     platforms = params.get("branches_platforms")
     if platforms is not None and platform is not None:
@@ -99,7 +98,7 @@ def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
 
 
 def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
-    """Returns the part of each variable on one device, if a shard_map takes or returns it."""
+    """Returns variables' parts on one device of a shard_map."""
     parts: dict[Var, float] = {}
     for eqn in jaxpr.eqns:
         for sub in subjaxprs(eqn.params):
@@ -125,14 +124,14 @@ def _bytes(aval: Any) -> int:
 @readable
 @dataclass(frozen=True, repr=False)
 class CollectiveCounts:
-    """One device's collectives by `jax.lax` name, the bytes that it sends, and its residuals.
+    """A device's collectives by `jax.lax` name, bytes sent, and residuals.
 
     Attributes:
-        forward: how often each collective runs in the forward pass; absent ones count 0.
+        forward: how often each runs in the forward pass; absent ones count 0.
         backward: the same in the backward pass alone.
-        forward_bytes: bytes that a device sends in the forward pass.
-        backward_bytes: bytes that a device sends in the backward pass alone.
-        residual_bytes: bytes per device saved for the backward pass.
+        forward_bytes: bytes sent in the forward pass.
+        backward_bytes: the same in the backward pass alone.
+        residual_bytes: bytes per device saved for it.
 
     Example:
         >>> from collections import Counter
@@ -160,35 +159,34 @@ class CollectiveCounts:
 def count_collectives(
     fn: Callable[..., Any], *args: Any, grad: bool = True, platform: str | None = None
 ) -> CollectiveCounts:
-    """Counts the collectives of `fn` and of its transpose in their jaxprs, without compiling.
+    """Counts collectives in the jaxprs of `fn` and its transpose, without compiling.
 
-    A scan counts its body `length` times, and so does a `lax.fori_loop` with static bounds. A
-    `lax.cond` counts, for each collective, the branch that runs it most often. The psum of a
-    replicated argument of `shard_map` is in the backward pass. XLA may later merge or replace
-    collectives.
+    Bodies of a scan, or of a `lax.fori_loop` with static bounds, count `length` times. A `lax.cond`
+    counts, for each collective, the branch that runs it most often. The psum of a replicated
+    argument of `shard_map` is in the backward pass. XLA may later merge or replace collectives.
 
-    A ppermute sends its operand. Other collectives send what the best ring algorithm sends for `n`
-    devices and a local operand of `b` bytes: an all_gather `(n - 1) b`, a psum_scatter or
-    all_to_all `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
+    A ppermute sends its operand. Others send what the best ring algorithm does, for `n` devices and
+    local operands of `b` bytes: an all_gather `(n - 1) b`, a psum_scatter or all_to_all
+    `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
 
     `residual_bytes` counts each distinct array that the function of `jax.vjp` holds, inputs
-    included. If a `shard_map` in `fn` takes or returns the array, its local block counts, otherwise
-    the full array. A compiled step may recompute, and save less.
+    included: the local block if a `shard_map` in `fn` takes or returns it, else the full array. A
+    compiled step may recompute, and save less.
 
-    To count a gradient taken *inside* `shard_map`, pass the shard_mapped function with
-    `grad=False`. `forward` then holds both directions.
+    For a gradient taken *inside* `shard_map`, pass the shard_mapped function with `grad=False`:
+    `forward` then holds both directions.
 
     Args:
         fn: a function of global arrays, such as a shard_mapped one.
         *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-        grad: whether to differentiate `fn` with respect to all float arguments. The forward pass
-            then runs the `fwd` rule of a `jax.custom_vjp`.
-        platform: the platform whose branch of `lax.platform_dependent` counts, such as "tpu". None:
-            as in `lax.cond`.
+        grad: whether to differentiate in all float arguments. The forward pass then runs the `fwd`
+            rule of a `jax.custom_vjp`.
+        platform: whose branch of `lax.platform_dependent` counts, such as "tpu". None: as in
+            `lax.cond`.
 
     Returns:
-        The counts. Without `grad`, or without float arguments or outputs, `backward` is empty and
-        `residual_bytes` is 0.
+        The counts. Without `grad`, float arguments or float outputs, `backward` is empty and
+        `residual_bytes` 0.
 
     Raises:
         ValueError: a `lax.while_loop` whose trip count is unknown runs collectives.

@@ -60,7 +60,7 @@ def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
 
 
 def unit_roundoff(dtype: Any) -> float:
-    """Returns half the distance from 1 to the next number of a float dtype."""
+    """Returns half the distance from 1 to the next float."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
@@ -75,8 +75,6 @@ class Report:
         rounding: the dtype of intermediate results, unless the array is coarser.
         depth: the number of terms that an entry sums.
         wrong: a line for each array that differs.
-        compared: how many arrays were compared.
-        shapes_differ: whether any array has a wrong shape.
     """
 
     rounding: Any
@@ -140,5 +138,4 @@ def _differing(got: Leaf, wanted: Leaf, right: Leaf, allowed: Leaf, place: Place
 
 
 def coarser(first: Any, second: Any) -> Any:
-    """Returns the float dtype that rounds more."""
     return first if unit_roundoff(first) >= unit_roundoff(second) else second

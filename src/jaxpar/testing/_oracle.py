@@ -1,9 +1,8 @@
 """The NumPy reference's values and derivatives, and the size of their terms.
 
-The size of an entry's terms is measured. It is the root mean square of the entry's moves, if every
-argument entry moves by a random relative unit. For a sum of products it is the root sum of squares,
-with which rounding errors scale. It stays large where the sum cancels, and needs no dimensions of
-the reference.
+That size is measured: the root mean square of an entry's moves, if every argument entry moves by a
+random relative unit. For a sum of products it is the root sum of squares, with which rounding
+errors scale. It stays large where the sum cancels, and needs no dimensions of the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ class Expected:
     """A float64 reference's result for one array.
 
     Attributes:
-        value: the expected entries.
         terms: size of the terms that each entry sums.
         slack: how far `value` itself may be off.
     """
@@ -38,7 +36,7 @@ class Expected:
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Returns whether an array has floats, which in the reference are NumPy's own."""
+    """Returns whether an array has NumPy's own floats."""
     return np.issubdtype(leaf.dtype, np.floating)
 
 
@@ -46,7 +44,7 @@ def is_float(leaf: Leaf) -> bool:
 def expected_values(
     reference: Callable[[Leaves], Leaves], leaves: Leaves, rng: np.random.Generator, draws: int = 16
 ) -> list[Expected]:
-    """Returns the reference at `leaves`, with the size of each entry's terms."""
+    """Returns the reference, with sizes of entries' terms."""
     values = reference(leaves)
     moved = [_moved(reference, leaves, rng) for _ in range(draws)]
     return [
@@ -56,7 +54,7 @@ def expected_values(
 
 
 def directions(leaf: Leaf, count: int, rng: np.random.Generator) -> list[Leaf]:
-    """Returns at most `count` directions; each entry of `leaf` moves in exactly one of them.
+    """Returns at most `count` directions; each entry of `leaf` moves in exactly one.
 
     A small leaf gets its unit vectors, in order. Otherwise signs and sizes are random, so that
     errors of several entries cannot cancel.
@@ -109,7 +107,7 @@ def expected_projections(
     rng: np.random.Generator,
     draws: int = 4,
 ) -> Expected:
-    """Returns `<gradient of leaf at, v>` for every v in `along`, by central differences.
+    """Returns `<gradient of leaf at, v>` for every v in `along`.
 
     Slack is the difference to a step of twice the length, and the rounding of both.
     """
@@ -153,7 +151,6 @@ def _refuse_noise(doubt: Leaf, limit: float) -> None:
 def _moved(
     reference: Callable[[Leaves], Leaves], leaves: Leaves, rng: np.random.Generator
 ) -> Leaves:
-    """Returns how far outputs move for one random relative move of all float entries."""
     ahead, behind = (reference(end) for end in _neighbours(leaves, rng))
     return [
         _finite(np.subtract(b, a, dtype=np.float64) / (2 * _STEP))
@@ -171,7 +168,7 @@ def _neighbours(leaves: Leaves, rng: np.random.Generator) -> tuple[Leaves, Leave
 
 
 def _terms(value: Leaf, moves: Sequence[Leaf]) -> Leaf:
-    """Returns the root sum of squares of an entry and of its root mean square move."""
+    """Returns the root sum of squares of entries and moves."""
     squares = [move**2 for move in moves]
     return np.sqrt(_finite(np.asarray(value, np.float64)) ** 2 + sum(squares) / len(squares))
 

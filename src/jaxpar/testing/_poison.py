@@ -1,4 +1,4 @@
-"""`poisoned_rows`: unwritten rows read as NaN, so that a test sees who reads them."""
+"""`poisoned_rows`: unwritten rows read as NaN, so that tests notice."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from jaxpar.compiler import unwritten_memory
 @readable
 @contextmanager
 def poisoned_rows() -> Generator[None]:
-    """Fills memory that jaxpar leaves unwritten with the worst that it can hold.
+    """Fills memory that jaxpar leaves unwritten with the worst contents.
 
-    Receive buffers have rows that nothing arrives in. On CPU they usually read as zero, on
-    accelerators as anything, NaN included. A wrong read passes tests on CPU and fails elsewhere.
-    Inside this context such rows are NaN, True, or integers too large for an index.
+    Unused rows of receive buffers usually read as zero on CPU, as anything on accelerators: a wrong
+    read passes tests on CPU and fails elsewhere. Inside this context such rows are NaN, True, or
+    integers too large for an index.
 
     Returns:
-      A context manager, which poisons what is traced inside. It clears JAX's caches on entry and on
-      exit, so that no compiled code is reused. Keep it open over many tests, such as in a fixture
-      with `scope="module"`.
+      A context manager that poisons what is traced inside. It clears JAX's caches on entry and
+      exit, so keep it open over many tests, such as in a fixture with `scope="module"`.
 
     Cost: one write of each buffer.
 

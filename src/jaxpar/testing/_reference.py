@@ -31,9 +31,8 @@ class ExpectedGradient:
     """The reference's gradient of one argument.
 
     Attributes:
-        at: the position of the argument among all leaves.
+        at: its position among all leaves.
         along: the directions of projection; None if entries are compared.
-        expected: the projections, or the entries in the argument's shape.
     """
 
     at: int
@@ -41,7 +40,6 @@ class ExpectedGradient:
     expected: Expected
 
     def place(self, index: tuple[int, ...]) -> str:
-        """Returns where in the argument an entry of `expected` is."""
         if self.along is None:
             return f"entry {index}"
         entries = np.argwhere(self.along[index[0]])
@@ -83,7 +81,7 @@ def expected_gradients(
     max_directions: int,
     rng: np.random.Generator,
 ) -> list[ExpectedGradient]:
-    """Returns every float leaf's gradient, by central differences."""
+    """Returns float leaves' gradients, by central differences."""
     found: list[ExpectedGradient] = []
     for at, leaf in enumerate(leaves):
         if not is_float(leaf):
@@ -115,7 +113,7 @@ def gradients_of(
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf is a float, bfloat16 included."""
+    """Returns whether it is a float, bfloat16 included."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -135,44 +133,41 @@ def assert_matches_reference(
     max_directions: int = 32,
     seed: int = 0,
 ) -> None:
-    """Checks that `fn` over local blocks equals a NumPy `reference` over global arrays.
+    """Checks that `fn` of local blocks equals a NumPy `reference` of global arrays.
 
     `fn` is jitted under `jax.shard_map`. Integers must be equal. Floats may differ by
-    `tolerance(dtype, reduction_depth)` times the size of the terms that the entry sums. `reference`
-    shows this size: how far the entry moves, in root mean square, if every argument entry moves by
-    a random relative unit.
+    `tolerance(dtype, reduction_depth)` times the size of their terms, which `reference` shows: how
+    far the entry moves, in root mean square, if every argument entry moves by a random relative
+    unit.
 
     Gradients are those of `jax.vjp` outside `shard_map`, for a random cotangent of all float
     outputs. They are projected onto random directions and compared with central differences of
-    `reference`. At most `max_directions` directions share an argument's entries. An argument of so
-    few entries is checked entry by entry.
+    `reference`. At most `max_directions` directions share an argument's entries; one of so few
+    entries is checked entry by entry.
 
     Args:
-        fn: a function of local blocks, as `jax.shard_map` takes it.
-        reference: the same function of the global arrays, in NumPy. It gets read-only float64
-            copies of float arguments, and integers as they are. It must compute in float64 and
-            return the pytree of `fn`.
+        fn: as for `jax.shard_map`.
+        reference: the same in NumPy. It gets read-only float64 copies of float arguments, and
+            integers as they are. It must compute in float64 and return the pytree of `fn`.
         *args: pytrees of global arrays, NumPy's or JAX's. Floats may be NaN where `reference` does
             not read them.
-        mesh: the mesh; explicit axes are taken as Auto.
+        mesh: explicit axes are taken as Auto.
         in_specs: as for `jax.shard_map`.
         out_specs: as for `jax.shard_map`.
-        grad: whether to compare gradients, if there are float arguments and outputs.
-        check_vma: one or several settings of `jax.shard_map`'s `check_vma`.
-        reduction_depth: how many terms an entry sums, on all devices. None: the size of the largest
-            array, an upper bound for a matmul.
-        rounding_dtype: the dtype of intermediate results. None: the coarsest float dtype among
-            arguments and outputs. Pass float32 if a function of 16-bit arguments must be as
-            precise.
+        grad: whether to compare gradients, if arguments and outputs have floats.
+        check_vma: one or several settings.
+        reduction_depth: how many terms an entry sums, on all devices. None: the largest array's
+            size, an upper bound for a matmul.
+        rounding_dtype: of intermediate results. None: the coarsest float dtype of arguments and
+            outputs. Pass float32 if a function of 16-bit arguments must be as precise.
         reference_vjp: `(args, cotangent) -> gradients`, in NumPy: a tuple like `args`, compared
             entry by entry instead of central differences. Integer outputs have cotangent 0, and
             gradients of integers are ignored.
-        max_directions: the most directions per argument. Each costs twenty evaluations of
-            `reference`.
-        seed: the seed of random cotangents, directions and draws.
+        max_directions: the most per argument. Each costs twenty evaluations of `reference`.
+        seed: of random cotangents, directions and draws.
 
     Raises:
-        AssertionError: arrays differ, each listed with its worst entry, or structures differ.
+        AssertionError: structures differ, or arrays, each listed with its worst entry.
         TypeError: complex arguments or outputs.
         ValueError: `reference` returns NaN, jumps, or does not compute in float64.
 

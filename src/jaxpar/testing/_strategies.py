@@ -45,18 +45,18 @@ def meshes(
     max_size: int | None = None,
     shuffle: bool = True,
 ) -> Meshes:
-    """Returns a strategy for meshes of any size, odd sizes and axes of size 1 included.
+    """Returns a strategy for meshes, odd sizes and axes of size 1 included.
 
-    All sizes are equally likely, factorised over one to `max_axes` axes of `AxisType.Auto`. Shrinks
-    towards one axis, few devices, and the order of `devices`.
+    All sizes are equally likely, over one to `max_axes` axes of `AxisType.Auto`. Shrinks towards
+    one axis, few devices, and the order of `devices`.
 
     Args:
-        devices: `jax.Device`s, of which a mesh uses a prefix. None: `jax.devices()`.
-        axis_names: names in mesh order, of which a mesh uses a prefix.
-        max_axes: largest number of axes, at most `len(axis_names)`.
-        min_size: smallest number of devices.
-        max_size: largest number of devices. None: all.
-        shuffle: whether the devices' order may differ from `devices`.
+        devices: `jax.Device`s; a mesh uses a prefix. None: `jax.devices()`.
+        axis_names: in mesh order; a mesh uses a prefix.
+        max_axes: most axes, at most `len(axis_names)`.
+        min_size: fewest devices.
+        max_size: most devices. None: all.
+        shuffle: whether the order may differ from `devices`.
 
     Returns:
         A strategy for `jax.sharding.Mesh`.
@@ -111,17 +111,17 @@ def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -
     """Returns a strategy for the axis names of a collective over `mesh`.
 
     Args:
-        mesh: the mesh whose axes are named.
-        min_axes: smallest number of axes.
-        max_axes: largest number of axes. None: all.
+        mesh: with the axes.
+        min_axes: fewest axes.
+        max_axes: most axes. None: all.
 
     Returns:
-        A strategy for one name, `"x"`, or a tuple of distinct names in any order, `("y", "x")`. One
-        axis comes as a name or as a tuple.
+        A strategy for one name, `"x"`, or a tuple of distinct names in any order, `("y", "x")`; of
+        one name too.
 
     Raises:
         ValueError: the mesh has fewer than `min_axes` axes, or no number of axes is allowed.
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
@@ -154,7 +154,7 @@ def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
     """Returns a strategy for the PartitionSpecs that `shape` can have on `mesh`.
 
     Args:
-        mesh: the mesh whose axes the specs name.
+        mesh: with the axes.
         shape: the global shape. Only axes that divide a dimension shard it.
 
     Returns:
@@ -162,7 +162,7 @@ def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
         trailing `None` may be absent. Shrinks to replicated.
 
     Raises:
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -215,20 +215,20 @@ def _position(name: str, shards: int, rank: int, dim: int) -> int:
 
 @readable
 def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Returns a strategy for shapes whose dimension `dim` is a positive multiple of `shards`.
+    """Returns a strategy for shapes whose `dim` is a positive multiple of `shards`.
 
     Args:
-        shards: the number of devices that share the dimension.
+        shards: devices that share the dimension.
         rank: the number of dimensions.
         dim: the sharded dimension; negative counts from the end.
-        max_size: largest size of a dimension; `dim` has `shards` if that is larger.
+        max_size: largest dimension; `dim` has `shards` if that is larger.
 
     Returns:
         A strategy for tuples of `rank` positive ints.
 
     Raises:
         ValueError: `shards` is not positive, or `dim` is out of range.
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> from hypothesis import given
@@ -246,20 +246,20 @@ def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16)
 
 @readable
 def uneven_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
-    """Returns a strategy for shapes whose dimension `dim` is no multiple of `shards`.
+    """Returns a strategy for shapes whose `dim` is no multiple of `shards`.
 
     Args:
-        shards: the number of devices, at least 2.
-        rank: the number of dimensions.
-        dim: the dimension; negative counts from the end.
-        max_size: largest size of a dimension.
+        shards: at least 2.
+        rank: as in `even_shapes`.
+        dim: as in `even_shapes`.
+        max_size: largest dimension.
 
     Returns:
         A strategy for tuples of `rank` positive ints, sizes below `shards` too.
 
     Raises:
         ValueError: `shards` is below 2, or `dim` is out of range.
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> from hypothesis import given
@@ -290,7 +290,7 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
 
     Raises:
         ValueError: an unknown kind, or none.
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> from hypothesis import given
@@ -316,20 +316,20 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
 
 @readable
 def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
-    """Returns a strategy for the sizes of `count` groups that share `total` rows, many empty.
+    """Returns a strategy for sizes of groups that share rows, many of them empty.
 
     Args:
-        count: the number of groups.
-        total: the number of rows.
-        exact: whether the sizes sum to `total`, instead of at most `total`.
+        count: groups.
+        total: rows.
+        exact: whether sizes sum to `total`, not to less.
 
     Returns:
-        A strategy for tuples of `count` non-negative ints. It may put all rows into one group and,
-        unless `exact`, have no rows.
+        A strategy for tuples of `count` non-negative ints. One group may have all rows; unless
+        `exact`, all may be empty.
 
     Raises:
         ValueError: `count` or `total` is negative, or `exact` rows have no group.
-        ImportError: Hypothesis is not installed.
+        ImportError: as in `meshes`.
 
     Example:
         >>> from hypothesis import given

@@ -181,7 +181,7 @@ _STYLES = {
 def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
     figures = require_extra("matplotlib.figure")  # not pyplot, which keeps global state
     cases = list(dict.fromkeys((row.op, row.shape) for row in rows))
-    figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=150)
+    figure = figures.Figure(figsize=(9.5, 2.1 + 0.5 * len(cases)), layout="constrained", dpi=200)
     panels = figure.subplots(1, len(PHASES), sharex=True, sharey=True)
     for panel, phase in zip(panels, PHASES, strict=True):
         _draw_panel(panel, cases, [row for row in rows if row.phase == phase])

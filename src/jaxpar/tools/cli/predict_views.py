@@ -220,7 +220,7 @@ def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequenc
     figure = figures.Figure(
         figsize=(10.5 if columns == 1 else 8.5 * columns, sum(heights) + 0.9),
         layout="constrained",
-        dpi=150,
+        dpi=200,
     )
     blocks = figure.subfigures(len(lines), columns, squeeze=False, height_ratios=heights)
     for line, row in zip(lines, blocks, strict=True):

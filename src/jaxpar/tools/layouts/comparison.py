@@ -42,7 +42,7 @@ def others(
         yield "without fully sharding", without
     with suppress(LayoutError):  # some sizes do not divide
         yield "fully sharded over all axes", fully_sharded(params, mesh, axis=names)
-    yield "whole on every device", data_parallel(params, mesh, axis=names)
+    yield "replicated", data_parallel(params, mesh, axis=names)
 
 
 def compare(

@@ -177,7 +177,7 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) 
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
-        why = "; ".join(reasons.get(path, [])) or "whole"
+        why = "; ".join(reasons.get(path, [])) or "replicated"
         lines.append(f"{key}: {rules[key]}  # {why}")
     weights = {token for own in seen.classes.values() for token in own}
     for what, tokens in seen.flow.unsure.items():
@@ -186,7 +186,7 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) 
             {without_numbers(p) for p, own in seen.classes.items() if touched & set(own)}
         )
         if found:
-            lines.append(f"unsure: {what} touches dimensions of {', '.join(found[:6])}")
+            lines.append(f"unsure: {what}: dimensions of {', '.join(found[:6])}")
     return lines
 
 

@@ -94,12 +94,12 @@ class TriedRule:
     def __str__(self) -> str:
         text = (
             f"{self.rule!r}: {_entries(self.before)} -> {_entries(self.after)}: the step takes "
-            f"{_us(self.seconds_after)} us for {_us(self.seconds)}"
+            f"{_us(self.seconds_after)} us in place of {_us(self.seconds)}"
         )
         if round(self.moved) != round(self.moved_after):
             text += (
-                f", and {size_text(self.moved_after)} of its own weights move "
-                f"for {size_text(self.moved)}"
+                f", and {size_text(self.moved_after)} of its weights travel in place of "
+                f"{size_text(self.moved)}"
             )
         return text + (f"; {self.disagrees}" if self.disagrees else "")
 
@@ -117,7 +117,7 @@ class LayoutCosts:
       costs: by weight, the most exposed first.
       tried: the compiled changes of rules.
       plain: the step's seconds with plain maps that fit, `"fully sharded over all axes"` and
-        `"whole on every device"`.
+        `"replicated"`.
 
     Example:
       >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
@@ -180,17 +180,17 @@ class LayoutCosts:
         step = self.timeline
         lines.append(
             f"a step on {self.target.name} ({mesh}), by {step.estimate}: {_us(step.total)} us, "
-            f"{_us(step.exposed)} of them exposed; {size_text(step.peak_bytes)} of memory"
+            f"{_us(step.exposed)} us exposed; {size_text(step.peak_bytes)} of memory"
         )
         if loops := step.loops_of_unknown_length:
-            lines.append(f"loops whose trips depend on data count once: {', '.join(loops)}")
+            lines.append(f"loops of an unknown number of iterations count once: {', '.join(loops)}")
         tables = [e for e in self.flagged if e.cause == "features of what is looked up"]
         faster = [e for e in self.flagged if e.is_faster and e not in tables]
         others = [e for e in self.flagged if not e.is_faster and e not in tables]
         for title, found in (
-            ("activations move back and forth, as tables shard what is looked up:", tables),
-            ("faster with two dimensions exchanged:", faster),
-            ("at odds with what they are multiplied with:", others),
+            ("activations travel to and from tables with features over the batch's axis:", tables),
+            ("faster with two dimensions swapped:", faster),
+            ("sharded otherwise than their operands:", others),
         ):
             lines += [title] * bool(found) + [str(e) for e in found]
         best = min([step.total, *(e.seconds_after for e in self.tried)])

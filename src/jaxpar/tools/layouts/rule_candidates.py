@@ -202,8 +202,8 @@ class Members:
         by_rows[rows[0]] += tuple(name for names in odd.values() for name in names)
         dim, names = next(iter(odd.items()))
         text = (
-            f"what is looked up in it has its dimension {dim}, over {_text(frozenset(names))} as "
-            "the batch's rows are: activations move back and forth"
+            f"its dimension {dim} is sharded over {_text(frozenset(names))}, as the batch is: rows "
+            "that are looked up travel to the batch's devices and back"
         )
         for changed in (by_rows, without):
             cause = "features of what is looked up"
@@ -245,10 +245,10 @@ class Members:
                         what = (
                             f"dimension {its} of {_path(layout, rule)!r}"
                             if rule
-                            else "a whole array"
+                            else "a replicated array"
                         )
                     return (
-                        f"its dimension {dim}, over {_text(own)}, goes with {what}, over "
+                        f"its dimension {dim}, over {_text(own)}, is multiplied with {what}, over "
                         f"{_text(axes)}"
                     )
         return ""

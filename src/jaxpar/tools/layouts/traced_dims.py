@@ -115,10 +115,10 @@ class TracedDims:
         for cut in self.flow.cuts:
             one = self.flow.of(cut.before)
             if one in chosen:
-                what = f"{cut.what} of a sharded dimension, whose parts move between devices,"
+                what = f"{cut.what} of a sharded dimension, whose parts move between devices"
                 self.flow.unsure[what].append(one)
             elif one in able and not sharded & {path for path, _ in self.weights[one].members}:
-                self.flow.unsure[f"{cut.what} of a dimension that stays whole"].append(one)
+                self.flow.unsure[f"{cut.what} of a dimension that stays unsharded"].append(one)
 
     def _least(self, able: Sequence[int], count: int) -> list[int]:
         """Returns the cheapest classes, at most one per array."""
@@ -191,7 +191,7 @@ class TracedDims:
         wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
         if wrong and self._mostly_kept(one):
             sizes = ", ".join(map(str, wrong))
-            what = f"{count} devices do not divide {sizes} (Padded can): it"
+            what = f"{count} devices do not divide {sizes} (Padded can)"
             self.flow.unsure[what].append(one)
         return not wrong
 
@@ -237,7 +237,7 @@ class TracedDims:
         ]
         if not fitting:
             if array.path in self.flow.looked_up:
-                what = f"{count} devices of {name!r} do not divide rows that are looked up: it"
+                what = f"{count} devices of {name!r} do not divide rows that are looked up"
                 self.flow.unsure[what] += [own[dim] for dim in rows]
             return {}
         best = min(fitting, key=lambda d: (bool(axes_of(taken[d])), -array.shape[d]))

@@ -97,7 +97,7 @@ def _doing(state: Mapping[str, Any]) -> str:
         case "nothing" if not number:
             return "in no guarded call yet"
         case "nothing":
-            return f"in no guarded call, behind call {number} of {name}"
+            return f"outside guarded calls, after call {number} of {name}"
         case "python":
             made = f" (it compiled {', '.join(state['compiled'])})" if state["compiled"] else ""
             return f"in call {number} of {name}{made}"
