@@ -230,8 +230,8 @@ for check_vma in (True, False):
             assert np.all(gradient == 36)
 
 # %% [markdown]
-# One version is wrong, and only the comparison shows it. Without `check_vma`, `jax.grad` inside makes
-# each gradient eight times too large, and does not add the devices' gradients.
+# One version is wrong, and only the comparison shows it. Its gradients are eight times too large,
+# and nothing adds them over the devices.
 #
 # - outside: `jax.grad` is right with any `check_vma`
 # - inside: `mean_value_and_grad` is right with any `check_vma`, and reduces once

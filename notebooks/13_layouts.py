@@ -158,8 +158,8 @@ print(layout["blocks/0/up"].picture())
 # ## A wrong map
 #
 # This map has three mistakes: a misspelt pattern, a rule with one name too many, and a vocabulary
-# that the axis does not divide. Elsewhere a misspelt pattern silently replicates its parameters. The
-# error lists all mistakes at once, each with a correction.
+# that the axis does not divide. Elsewhere a misspelt pattern silently replicates its parameters.
+# The error lists all mistakes at once, each with a correction.
 
 # %%
 wrong = RULES | {r"blocks/\d+/up": "layers width hidden"}

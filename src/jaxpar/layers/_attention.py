@@ -217,8 +217,8 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
       shards: devices that share the heads.
 
     Returns:
-      Query heads padded to a multiple of `shards`; key and value heads sharded if `shards` divides
-      them, else replicated.
+      Query heads padded to a multiple of `shards`, key and value heads sharded if it divides them,
+      else replicated.
 
     Raises:
       TypeError: a number is no integer.
@@ -265,23 +265,22 @@ def parallel_attention(
 ) -> Array:
     """Computes multi-head attention and its projections, heads sharded over the axis.
 
-    Here `layout = head_layout(heads, kv_heads, n)`; any number of heads fits n devices.
+    With `layout = head_layout(heads, kv_heads, n)`, any number of heads fits n devices.
 
     Args:
       x: as in `column_parallel_linear`.
       w_q: local `[k, padded_heads * e / n]`, padded by `layout.pad_query`.
-      w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else replicated
-        `[k, kv_heads * e]`.
+      w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else full `[k, kv_heads * e]`.
       w_v: like w_k. Its e may differ.
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
         Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions, and
-        further axes of the sequence. Pad and shard its arrays with an entry per query head, such as
-        sinks, like w_q.
+        further axes of the sequence. Pad and shard its arrays of query heads, such as sinks, like
+        w_q.
       heads: query heads, without padding.
       kv_heads: key and value heads.
-      biases: an array or None each for q, k, v, o, sharded like the weight's columns.
+      biases: arrays or None for q, k, v, o, sharded like weights' columns.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`; or a pair, for q, k, v and for o.

@@ -37,12 +37,12 @@ def reduce_compressed_gradients(
 ) -> tuple[Tree, Tree]:
     """Sums gradients over devices in 8 bits, and returns rounding errors for the next step.
 
-    For slow links, between hosts or behind a switch, in your own training loop.
+    For your own training loop, over slow links: between hosts, or behind a switch.
 
     Args:
       grads: pytree of partial sums.
       axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"`, 256 numbers a scale.
-      error: this device's error of the previous step, added to the gradients. None: the first step.
+      error: this device's error of the previous step. None: the first step.
       specs: as in `reduce_gradients`.
       key: a new `jax.random` key each step, for stochastic rounding. int8 only.
 

@@ -112,13 +112,13 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`: naive unless
         `jaxpar.tuned` finds a faster one. Its `wire_dtype` is for sums of gradients. None: their
         own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row;
-        gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves travel and
-        arrive in bfloat16; their gradients are summed and returned in float32.
+        gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves arrive in
+        bfloat16; their gradients are summed and returned in float32.
       dim: a leaf's sharded dimension, None if unsharded; one for all, or a pytree prefix.
 
     Returns:
-      The full parameters, varying over `axis` where gathered. Autodiff saves them for the backward
-      pass; `jax.checkpoint`, `fsdp_linear` and `fsdp_scan` gather again.
+      The full parameters, varying over `axis` where gathered. They are residuals, unless
+      `jax.checkpoint`, `fsdp_linear` or `fsdp_scan` gather again.
 
     Raises:
       TypeError: an option has the wrong type.
@@ -209,10 +209,10 @@ def fsdp_linear(
       ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or an axis is
         unknown.
 
-    Cost: a device sends (n-1)/n of the full weight forward, and again backward unless `axis` has
-    `keep_gathered=True`, which saves it; and (n-1)/n of w's gradient in the wire's dtype. In ring
-    modes all this overlaps with matmuls, and the full weight exists only if saved. A sharded bias
-    is gathered by itself.
+    Cost: a device sends (n-1)/n of the full weight forward, again backward unless `axis` has
+    `keep_gathered=True`, which saves it, and of its gradient in the wire's dtype. In ring modes
+    this overlaps with matmuls, and the full weight exists only if saved. A sharded bias is gathered
+    by itself.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

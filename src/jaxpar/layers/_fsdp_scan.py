@@ -163,8 +163,8 @@ def fsdp_scan(
     """Applies layer after layer, each gathering its weights for use.
 
     Args:
-      layer_fn: `(params, x) -> x`, with a layer's full parameters. It may close over arrays, which
-        get gradients too, and use collectives over any axis.
+      layer_fn: `(params, x) -> x`, with full parameters. It may close over arrays, which get
+        gradients too, and use collectives over any axis.
       stacked_params: pytree of local shards `[layers, ...]`.
       x: pytree of local arrays. Layers keep its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.

@@ -76,14 +76,14 @@ def mean_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function for the mean loss and its gradient in `jax.shard_map`.
 
-    Gradients equal those of one device under either `check_vma`. They are summed over `axis` once,
-    after all microbatches.
+    Gradients equal those of one device under either `check_vma`, summed over `axis` once, after all
+    microbatches.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars as in `mean_loss`.
-        Each device has its own share over `axis`. Both are replicated over all other axes.
+        Each device has its own share over `axis`, replicated over other axes.
       axis: all mesh axes that losses are spread over, such as batch or sequence axes. Sums are
-        `lax.psum`s, of gradients in a `wire_dtype`. `()`: every device has the full loss.
+        `lax.psum`s, of gradients in a `wire_dtype`. `()`: devices have the full loss.
       specs: pytree prefix of `PartitionSpec`s for params. Needed under `check_vma=False`, only
         checked otherwise.
       groups: mesh axes between groups with their own parameters and losses; nothing is summed over

@@ -69,22 +69,21 @@ def ring_attention(
         of a document. For different windows in layers of one scan, choose between two calls by
         `jax.lax.cond`.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
-      sinks: local floats `[h]`, one more score for each query head, only in the softmax's
-        denominator; not scaled, capped or masked.
+      sinks: local floats `[h]`, a score for each query head, only in the softmax's denominator; not
+        scaled, capped or masked.
       scale: a factor of scores. None: `1/sqrt(e)`.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
       Local `[..., s/n, h, f]` in q's dtype, varying over `axis` and the operands' axes. A query
-      that sees nothing gets 0. Scores and sums are float32 or wider, weights are rounded to v's
-      dtype. The gradient of an operand that is replicated over an axis along which another varies
-      is summed there.
+      that sees nothing gets 0. Scores and sums are float32 or wider, weights in v's dtype. If an
+      operand is replicated over an axis along which another varies, its gradient is summed there.
 
     Raises:
       TypeError: dtypes differ or are no floats, or an option has the wrong type.
-      ValueError: k or v is typed as replicated over `axis`, or q with `causal` or a window. Ranks
-        or sizes do not fit, the local length is odd in zigzag order, an option is out of range, or
-        the axis is unknown.
+      ValueError: k or v is typed as replicated over `axis`, or q with `causal` or a window. Shapes
+        do not fit, the local length is odd in zigzag order, an option is out of range, or the axis
+        is unknown.
 
     Cost: a device sends (n-1)/n of all keys and values, while it computes with the block before. A
     step computes two matmuls of `(s/n)^2 h e` multiplications, or half if causal and zigzag. The

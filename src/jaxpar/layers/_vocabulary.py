@@ -40,8 +40,8 @@ def vocab_parallel_embedding(
 
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
-      table: local `[v/n, d]`, rows in logical order. Padding rows at the end are never read and
-        have zero gradients.
+      table: local `[v/n, d]`, rows in logical order. Padding rows at the end have zero gradients
+        and are never read.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
       sequence_dim: as in `row_parallel_linear`.
 
@@ -182,7 +182,7 @@ def vocab_parallel_cross_entropy(
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      Losses in the shape of `labels`, float32 or wider, varying over `axis`, or replicated with
+      Losses shaped like `labels`, float32 or wider, varying over `axis`, or replicated with
       `sequence_dim=None`. For logits `l`, label `y` and `z = logsumexp(l)`:
       `z - (1 - label_smoothing) l[y] - label_smoothing mean(l) + z_loss z^2`. Any other label
       outside `[0, vocabulary)` gives NaN in losses and gradients.

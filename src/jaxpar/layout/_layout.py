@@ -437,8 +437,8 @@ class Layout(Mapping[str, ArrayLayout]):
     def save(self, folder: PathLike, params: Any) -> None:
         """Writes an Orbax checkpoint that any mesh can read, without padding.
 
-        `restore` returns the same bits, also for `jax.random` keys and empty arrays. The folder
-        appears when all is written; the next save to it removes an interrupted one's rest.
+        `restore` returns the same bits, also of `jax.random` keys and empty arrays. The folder
+        appears when all is written; the next save removes an interrupted one's rest.
 
         Args:
           folder: new, seen by all processes, also in a store such as `gs://bucket/folder`.
@@ -493,7 +493,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads safetensors files onto this mesh; processes read their devices' parts.
 
         Args:
-          files: a path, a folder, an index (`model.safetensors.index.json`), or several. A folder
+          files: files, folders, indices (`model.safetensors.index.json`), one or several. A folder
             stands for its index's files, or all `*.safetensors`.
           names: a function or mapping from an array's path to its tensor's name. A list of names
             stacks tensors along a first dimension, a list of lists along two. None: the path, dots

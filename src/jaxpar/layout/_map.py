@@ -19,7 +19,7 @@ _ALONE = re.compile(r"\\[1-9]|\(\?(?!:)")
 class LayoutMap(MutableMapping[str, Any]):
     """A dict of rules, from path patterns to layouts on any mesh.
 
-    A path joins keys and indices by slashes, as in `layers/0/attention/query`, for dicts, lists,
+    Paths join keys and indices by slashes, as in `layers/0/attention/query`, for dicts, lists,
     tuples, dataclasses, Flax and Equinox alike. A key that equals the path wins. Others are regular
     expressions that must match the *full* path: `kernel` does not match `dense/kernel`, but
     `.*/kernel` does. Two matches are an error.
@@ -36,8 +36,8 @@ class LayoutMap(MutableMapping[str, Any]):
     Inserting an existing key raises: `pop` it, or merge maps with `|` (the right one wins).
 
     Args:
-      rules: a mapping from patterns to values.
-      axes: a mapping from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
+      rules: from patterns to values.
+      axes: from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
       batch: the value for data, whose first dimension is the batch.
       results: rules for intermediate results (`Layout.constrain`).
 

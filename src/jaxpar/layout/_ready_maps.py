@@ -91,8 +91,7 @@ def fully_sharded(
 
     Raises:
       ValueError: an axis that the mesh lacks, or a pattern that is invalid or matches nothing.
-      LayoutError: as in `data_parallel`, or an array of rank 2 or more without a dimension that the
-        axis divides.
+      LayoutError: as in `data_parallel`; rank 2 or more, but no dimension that the axis divides.
 
     Cost: each use gathers an array, (n-1)/n of its bytes; as much for its gradient.
 
@@ -190,9 +189,9 @@ def tensor_parallel(
       axis: axes of arrays.
       within: as in `data_parallel`.
       columns: a pattern of full paths to shard by columns; it overrides names.
-      rows: the same for rows.
-      vocabulary: the same for vocabulary tables, [v, d].
-      whole: the same for replicated arrays.
+      rows: for rows.
+      vocabulary: for vocabulary tables, [v, d].
+      whole: for replicated arrays.
       stacked: as in `fully_sharded`.
       head_size: entries of a head in weights [d, heads * size]. Heads that the axis does not divide
         are refused. None: the size of query and key norms, if any.

@@ -82,10 +82,9 @@ def limit_capacity(
 
     Args:
       routing: local choices `[t, k]`. Choices dropped before take no room.
-      capacity: the most of this device's tokens that an expert keeps, static; see
-        `expert_capacity`.
-      policy: `"probability"` keeps the largest weights, NaN first, and the earlier one of equal
-        weights. `"position"` keeps the earliest tokens.
+      capacity: the most tokens that an expert keeps, static; see `expert_capacity`.
+      policy: `"probability"` keeps the largest weights, NaN first, and the earlier of equal ones.
+        `"position"` keeps the earliest tokens.
 
     Returns:
       `routing` with fewer `kept`. Weights stay the same.

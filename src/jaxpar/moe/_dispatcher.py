@@ -76,8 +76,8 @@ class RaggedDispatcher:
 
         Args:
           target_device_ids: integers, local `[t]` or `[t, k]`: rows' target devices, as
-            `lax.axis_index(axis)` counts them. Entries outside of 0 to n-1 send nothing. A device
-            that a row repeats gets it once.
+            `lax.axis_index(axis)` counts. Entries outside of 0 to n-1 send nothing. Devices that a
+            row repeats get it once.
           axis: mesh axes, in any order, or an `Axis`.
           mask: bool, shaped like `target_device_ids`; False sends nothing.
 
@@ -226,9 +226,9 @@ class RaggedDispatcher:
           capacity: as in `dispatch`.
 
         Returns:
-          `(combined, valid)`: each row's sum over the devices that received it, `[t, ...]`, or 0 if
-          none did; and bool like the plan's ids, True where a copy fitted. Narrow floats are summed
-          in float32, then cast back.
+          `(combined, valid)`: each row's sum over the devices that received it, `[t, ...]`, 0 if
+          none; and bool like the plan's ids, True where a copy fitted. Narrow floats are summed in
+          float32, then cast back.
 
         Raises:
           TypeError: `capacity` is no integer; an array of bools or keys, which have no sum.

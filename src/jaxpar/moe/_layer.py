@@ -78,8 +78,7 @@ def moe_layer(
 
     Args:
       tokens: local `[..., d]`, sharded over `axis`.
-      routing: `Routing` of these tokens to all E experts; for a router matrix see
-        `routed_moe_layer`.
+      routing: of these tokens to all E experts; for a router matrix see `routed_moe_layer`.
       experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`. Device 0
         has the first e = ceil(E / n) experts, and so on; `pad_experts` fills up the last.
       axis: mesh axes that shard experts, in any order, or an `Axis`. `"all_gather"` uses its mode
@@ -90,9 +89,9 @@ def moe_layer(
         or on TPUs with a 2-dimensional torus about 4 or more.
       chunks: pieces of the tokens. Each is sent while experts compute the one before.
       capacity: the capacity of `limit_capacity`, if any, for smaller buffers.
-      buffer_factor: the size of receive buffers, in multiples of a balanced load. Choices that do
-        not fit are lost, and counted in `overflow`. None is dropless: buffers hold all devices'
-        tokens, or what `capacity` leaves.
+      buffer_factor: receive buffers, in multiples of a balanced load. Choices that do not fit are
+        lost, and counted in `overflow`. None is dropless: buffers hold all devices' tokens, or what
+        `capacity` leaves.
       shared: every token's experts, as one wide expert without dimension e, such as `up` `[d, f]`;
         replicated over `axis`.
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
@@ -104,9 +103,9 @@ def moe_layer(
       fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
         experts. Biases are sharded along their last dimension.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There each
-        expert has slots for single rows: its average load and three standard deviations. A batched
-        matmul computes all slots, blocks the rows beyond.
+      implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There a batched
+        matmul computes each expert's slots, for its average load and three standard deviations, and
+        blocks the rows beyond.
 
     Returns:
       Results like `tokens`, and `Statistics` over `axis` and `data_axis`. Lost choices add nothing.
@@ -256,7 +255,7 @@ def routed_moe_layer(
       router: floats `[d, E]`, replicated.
       experts: as in `moe_layer`.
       axis: as in `moe_layer`.
-      top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `normalize` and `scale`.
+      top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `normalize`, `scale`.
       router_bias: the `bias` of `route`.
       mask: bool `[...]`, False for tokens that reach no expert and no statistics, and may hold NaN.
       capacity_factor: an expert takes at most `expert_capacity(t, top_k, E, capacity_factor)` of a

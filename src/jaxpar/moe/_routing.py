@@ -87,9 +87,9 @@ def route(
     Args:
       logits: local floats `[t, E]`, for all experts.
       top_k: experts per token.
-      scoring: experts' scores; those of chosen experts are weights. `"softmax"`: over all experts.
-        `"selected_softmax"`: the same, but weights are the softmax over the chosen experts' logits.
-        `"sigmoid"`: of each logit.
+      scoring: experts' scores; those chosen are weights. `"softmax"`: over all experts.
+        `"selected_softmax"`: the same, but weights are the softmax over chosen logits. `"sigmoid"`:
+        of each logit.
       bias: `[E]`, added to scores (for `"selected_softmax"` to logits) for the choice, not to
         weights; see `update_router_bias`. Not differentiated.
       groups: groups of neighbouring experts.

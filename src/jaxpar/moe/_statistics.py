@@ -83,8 +83,7 @@ def routing_statistics(
       >>> f(jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (16, 1))).tokens_per_expert
       Array([16, 16,  0,  0], dtype=int32)
 
-    Source: Fedus et al., "Switch transformers" (2021), and Zoph et al., "ST-MoE" (2022), for the
-    losses.
+    Source: Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE" (2022).
     """
     routing = as_routing(routing)
     ring = bind_any(axis)

@@ -179,8 +179,8 @@ def count_collectives(
     Args:
         fn: a function of global arrays, such as a shard_mapped one.
         *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-        grad: whether to differentiate in all float arguments. The forward pass then runs the `fwd`
-            rule of a `jax.custom_vjp`.
+        grad: whether to differentiate in all float arguments; the forward pass then runs a
+            `jax.custom_vjp`'s `fwd`.
         platform: whose branch of `lax.platform_dependent` counts, such as "tpu". None: as in
             `lax.cond`.
 

@@ -142,8 +142,8 @@ def assert_matches_reference(
 
     Gradients are those of `jax.vjp` outside `shard_map`, for a random cotangent of all float
     outputs. They are projected onto random directions and compared with central differences of
-    `reference`. At most `max_directions` directions share an argument's entries; one of so few
-    entries is checked entry by entry.
+    `reference`. An argument of at most `max_directions` entries is checked entry by entry; in
+    others, so many directions share entries.
 
     Args:
         fn: as for `jax.shard_map`.
