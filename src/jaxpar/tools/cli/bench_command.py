@@ -35,6 +35,7 @@ from jaxpar.tools.cli.console import (
 from jaxpar.tools.cli.gpu_clocks import clocks_of
 from jaxpar.tools.cli.ops import DEFAULT_OPS, MODES, Op, Ring, Shape
 from jaxpar.tools.cli.shared_options import (
+    MEANINGS,
     add_command,
     add_dtype,
     add_mesh,
@@ -230,22 +231,23 @@ DEFAULT_SHAPES = "1024x4096x256,2048x2048x2048"
 
 DESCRIPTION = """\
 Times the overlapped matmuls on your devices. The naive mode is one matmul and XLA's own collective.
-It is compared with a ring in one direction, a ring in both directions, or other modes.
+Overlapped modes are compared with it: by default a ring in one direction, and one in both.
 
 Each result is first checked against a float64 reference. A case with a wrong result is not timed,
 and the command then ends with status 1. The modes run one after another in each round, forward and
 forward+backward. The gradients are those of both operands.
 """
-EPILOG = """\
+EPILOG = f"""\
+{MEANINGS}
 reading the table:
   ms         median time of a call in milliseconds, on process 0
   ratio      time over the time of naive in the same round; the median of all rounds
   quartiles  25% and 75% of these ratios
   temp MiB   temporary memory of a device (memory_analysis of the compiled program)
-  sent MiB   bytes that a device sends in one call; XLA's collectives count as their best rings
+  sent MiB   bytes that a device sends in one call; XLA's collectives are counted as rings
 Along mesh axes outside the ring everything is replicated: each ring does the same work.
 
-A second table, for chips with published figures: is it as fast as it should be?
+A second table, for chips with published figures, says whether a mode is as fast as it should be:
   bound      no mode is faster: FLOPs at peak, or bytes over all links
   predicted  the time of this program, simulated as by `jaxpar predict`
   public     the rate of the nearest measurement on this kind of chip, with its source
@@ -278,7 +280,7 @@ def add_parser(commands: Any) -> None:
         "--repeats",
         type=int,
         default=20,
-        help="rounds of forward; a third of them for forward+backward (default: %(default)s)",
+        help="rounds of forward; forward+backward has a third as many (default: %(default)s)",
     )
     add("--json", metavar="FILE", help="write everything that was measured, with all times")
     add("--plot", metavar="FILE.png", help="draw the ratios")

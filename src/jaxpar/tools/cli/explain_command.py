@@ -33,7 +33,7 @@ Explains why a step takes as long as it does, on TPUs and GPUs that need not be 
 for a transfer it prints the line, one cause, and an edit. Edits that jaxpar can make itself are
 compiled and simulated, each with the full program.
 
-The program need not use anything else of jaxpar. Predicted, not measured: the compiler's schedule
+The program need not use jaxpar. Predicted, not measured: the compiler's schedule
 is simulated on a model of the chip. With a trace of jax.profiler of the same program, it explains
 the measured times, and compares them with the prediction.
 """
@@ -78,9 +78,14 @@ def add_parser(commands: Any) -> None:
         "--tries",
         default="8",
         help="how many edits to try, or for how long (10min). Edits in the cache take no time, so "
-        "a second call with minutes tries more of them (default: %(default)s)",
+        "a second call with the same time tries more edits (default: %(default)s)",
     )
-    add("--findings", type=int, default=10, help="most findings to show (default: %(default)s)")
+    add(
+        "--findings",
+        type=int,
+        default=10,
+        help="show at most so many findings (default: %(default)s)",
+    )
     add(
         "--own",
         action="append",

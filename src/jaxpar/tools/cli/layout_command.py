@@ -13,8 +13,8 @@ from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_fol
 from jaxpar.tools.private_names import write_text
 
 DESCRIPTION = """\
-Shows how a model is sharded on a mesh: the shape, spec, local block and bytes of each array, the
-most replicated first. If all sizes of the mesh are given, no devices are needed.
+Shows how a model is sharded on a mesh: the shape, spec, local block and bytes of each array, those
+with the most copies first. If all sizes of the mesh are given, no devices are needed.
 """
 EPILOG = """\
 examples:
@@ -29,7 +29,12 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("function", metavar="module:function", help="called with the mesh, returns a Layout")
     add("--mesh", default="tp=-1", help="axis names and sizes (default: %(default)s)")
-    add("--rows", type=int, default=30, help="most rows to print; 0: all (default: %(default)s)")
+    add(
+        "--rows",
+        type=int,
+        default=30,
+        help="print at most so many rows; 0: all (default: %(default)s)",
+    )
     add("--picture", metavar="PATH", help="show which devices hold which block of this array")
     add("--json", metavar="FILE", help="write everything")
     parser.set_defaults(run=run)

@@ -34,10 +34,10 @@ Times, predicts and tunes overlapped matmuls. Explains slow steps, shows layouts
 checks the installation.
 """
 EPILOG = """\
-options with the same meaning everywhere: --mesh dp=2,tp=-1, --target v5p:4x4x4,
+options that mean the same wherever they exist: --mesh dp=2,tp=-1, --target v5p:4x4x4,
 --json FILE (all results), --plot FILE (a picture). A file is written completely or not at all.
-exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, with a message of one
-line; 130 interrupted. Results go to standard output, errors and progress to standard error.
+exit status: 0 done; 1 something failed, or a result is wrong; 2 wrong usage, in one line of text;
+130 interrupted. Results go to standard output, errors and progress to standard error.
 """
 
 

@@ -17,6 +17,7 @@ from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Ti
 from jaxpar.tools.cli.predict_validation import run_validation
 from jaxpar.tools.cli.predict_views import print_notes, print_report, write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
+    MEANINGS,
     add_cache,
     add_command,
     add_compiler_options,
@@ -43,17 +44,18 @@ how much communication is exposed: the time that a device only waits for transfe
 
 Predicted, not measured: the compiler's schedule is simulated on a model of the chip.
 """
-EPILOG = """\
+EPILOG = f"""\
+{MEANINGS}
 reading the table:
-  total      milliseconds of the schedule. > marks a lower bound. ~ marks a roofline: the installed
-             CUDA plugin has no table of this GPU or size
+  total      milliseconds of the schedule. > marks a lower bound. ~ marks a roofline: more than 5%
+             of it follows from peak speeds alone
   floor      a time that no mode beats: the FLOPs of the matmul in one piece, or its bytes over all
              links between the devices of a ring, whichever is longer. If one ring cannot use all
              links, its floor is printed, too
   ratio      total / floor
   exposed    share of the total that the device waits for transfers
   HBM        memory that a device needs at most
-  order      transfers that overlap with other work, and transfers that overlap with a matmul
+  order      async a/b: a of b transfers overlap with other work; over matmuls a/b: with a matmul
 
 examples:
   jaxpar predict
@@ -74,15 +76,20 @@ def add_parser(commands: Any) -> None:
     what = "predict which communication is exposed, without the devices"
     parser = add_command(commands, "predict", what, DESCRIPTION, EPILOG)
     add = parser.add_argument
-    add("function", nargs="?", metavar="module:function", help="what to compile in place of ops")
+    add(
+        "function",
+        nargs="?",
+        metavar="module:function",
+        help="what to compile, in place of operations",
+    )
     add_function_arguments(add)
     add_operations(add, DEFAULT_SHAPE)
     add("--modes", help=f"some of {', '.join(MODES)} (default: {','.join(DEFAULT_MODES)})")
     add_dtype(add, "bfloat16")
     add(
         "--wire-dtype",
-        help="dtype in which partial sums travel; with int8 or float8_e4m3fn, gathered floats "
-        "travel in it, with scales",
+        help="dtype in which partial sums travel. int8 and float8_e4m3fn are for gathered arrays "
+        "instead, with scales",
     )
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(

@@ -27,6 +27,23 @@ def add_command(commands: Any, name: str, help: str, description: str, epilog: s
     )
 
 
+# What the names of operations and modes stand for, in the commands' help.
+MEANINGS = """\
+operations on lhs[M, K] @ rhs[K, N], with the dimension that is gathered or scattered:
+  gather-lhs-rows, gather-lhs-k     all_gather_matmul, M or K of lhs
+  gather-rhs-k, gather-rhs-cols     all_gather_matmul, K or N of rhs
+  scatter-rows, scatter-cols        matmul_reduce_scatter, M or N of the result
+  all-reduce                        matmul_all_reduce
+modes:
+  naive                             one collective of jax.lax, and one matmul
+  stationary                        naive, but the other operand and the result travel
+  chunked-2, chunked-4, chunked-8   a collective for each chunk, during another chunk's matmul
+  unidirectional, bidirectional     blocks go around a ring in one direction, or in both
+  multi-ring                        several rings that share no link
+  auto                              the fastest of these, by prediction
+"""
+
+
 def add_operations(add: Add, shapes: str) -> None:
     default = ",".join(DEFAULT_OPS)
     add("--ops", help=f"operations, or 'all': {', '.join(OPS)} (default: {default})")
@@ -64,13 +81,12 @@ def add_compiler_options(add: Add) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="options besides those of jaxpar.compiler_options; after the word none, instead of "
-        "those",
+        help="options added to those of jaxpar.compiler_options. 'none KEY=VALUE': only these",
     )
 
 
 def add_cache(add: Add) -> None:
-    add("--no-cache", action="store_true", help="compile again what earlier calls compiled")
+    add("--no-cache", action="store_true", help="compile again, without the cache")
 
 
 def add_processes(add: Add) -> None:

@@ -33,15 +33,15 @@ from jaxpar.tools.cli.workers import COMPILING, converse
 from jaxpar.tools.private_names import AUTO, NAMED
 
 DESCRIPTION = """\
-Tries the algorithms at each call site of jaxpar with mode="auto". It tries forward and backward
-passes one at a time, and writes the fastest algorithms to a file that the program loads.
+Tries the algorithms at each call site of jaxpar with mode="auto". It changes one call site and one
+pass at a time, and writes the fastest algorithms to a file that the program loads.
 
 With --target, programs are compiled and predicted, as by `jaxpar predict`. The devices need not be
 there. Without it, programs are compiled and timed on your devices.
 """
 EPILOG = """\
 reading the table:
-  ms      time of the full program with this algorithm here, and the best so far elsewhere
+  ms      time of the full program with this algorithm at this site, and the best so far at others
   ratio   that time over the time with auto everywhere
 A timed algorithm replaces another if it is 2% faster in two runs, and in three of four rounds of
 each. If there is no clear winner, the file says auto.
@@ -87,7 +87,12 @@ def add_parser(commands: Any) -> None:
         metavar="MODES",
         help=f"modes to try besides auto (default: {', '.join(NAMED)})",
     )
-    add("--tries", type=int, default=MOST, help="most programs to compile (default: %(default)s)")
+    add(
+        "--tries",
+        type=int,
+        default=MOST,
+        help="compile at most so many programs (default: %(default)s)",
+    )
     add(
         "-o",
         "--output",
