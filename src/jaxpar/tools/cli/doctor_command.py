@@ -32,7 +32,8 @@ from jaxpar.tools.processes.describe import Description, describe
 
 DESCRIPTION = """\
 Prints what is installed, which devices there are and which extras are missing. Runs a few
-collectives over all devices of all processes. Warns of versions and options that do not work together.
+collectives over all devices of all processes. Warns of versions and options that do not
+work together.
 
 Without an accelerator it makes 8 CPU devices, as JAX_NUM_CPU_DEVICES does. They are simulated: all
 of them run on the cores of this host.
