@@ -87,7 +87,7 @@ def test_a_table_to_read():
 
 def test_errors_are_those_of_the_transfers(v5p):
     errors = {a.name: a.error for a in ways(matmul(), *operands(), target=v5p).sites[1].algorithms}
-    assert "rows)" in errors["naive"]  # sums
+    assert "measurements)" in errors["naive"]  # sums
     assert errors["bidirectional"] != errors["naive"]  # permutes
 
 

@@ -184,7 +184,7 @@ def test_moments_that_lie_otherwise_than_their_weights(with_shardings):
     finding = found.findings[0]
     assert finding.cause == "resharding"
     assert finding.edit == (
-        "shard m[0]['down'], m[0]['up'] as the earlier arguments of the same names and shapes"
+        "shard m[0]['down'], m[0]['up'] like the earlier arguments of the same names and shapes"
     )
     saved = found.timeline.total - timeline(mended).total
     assert saved > 0.3 * found.timeline.total

@@ -52,7 +52,7 @@ class Algorithm:
       name: as for `mode`; for row chunks their number, for experts the dispatch.
       seconds: predicted, or None.
       error: the least and largest predicted / measured - 1 of such transfers in public measurements
-        on the chip, or "no row".
+        on the chip, or "no measurement".
       out: why it may not be chosen, or "".
     """
 
@@ -242,10 +242,10 @@ def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
     alike = (b for b in bands() if (b.chip, b.kind, b.is_large) == (chip.kind, kind, size))
     band = next(alike, None)
     if band is None:
-        return "no row"
+        return "no measurement"
     if band.rows == 1:
-        return f"{band.low:+.0%} (1 row)"
-    return f"{band.low:+.0%} to {band.high:+.0%} ({band.rows} rows)"
+        return f"{band.low:+.0%} (1 measurement)"
+    return f"{band.low:+.0%} to {band.high:+.0%} ({band.rows} measurements)"
 
 
 def _cells(site: CallSite) -> list[tuple[str, ...]]:

@@ -45,9 +45,9 @@ class Band:
     def __str__(self) -> str:
         what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
         if not self.rows:
-            return f"{what}: no row"
-        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
-        return f"{what}: {self.low:+.0%} to {self.high:+.0%} over {rows}"
+            return f"{what}: no measurement"
+        rows = f"{self.rows} measurement{'s' * (self.rows > 1)}"
+        return f"{what}: {self.low:+.0%} to {self.high:+.0%} in {rows}"
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:

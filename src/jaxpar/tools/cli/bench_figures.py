@@ -192,7 +192,7 @@ def _cells(row: Row, one: Figures) -> list[str]:
         "none" if predicted is None else f"{mark}{predicted * 1e3:.3f}",
         "" if predicted is None or one.is_least else f"{predicted / measured - 1:+.0%}",
         _rate(one.rate, one.unit),
-        "no row" if one.public is None else _rate(one.public.rate, one.unit),
+        "none" if one.public is None else _rate(one.public.rate, one.unit),
     ]
 
 

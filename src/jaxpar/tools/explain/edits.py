@@ -256,7 +256,7 @@ class Edits:
     def _namesakes(self) -> Resharded | None:
         given = self.arguments.leaves.items()
         specs = as_namesakes({name: x for name, x in given if spec_of(x) is not None})
-        text = "as the earlier arguments of the same names and shapes"
+        text = "like the earlier arguments of the same names and shapes"
         listed = self.arguments.listed(specs)
         return Resharded(specs, f"shard {listed} {text}", frozenset(), "") if specs else None
 
