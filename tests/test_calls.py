@@ -117,7 +117,7 @@ def test_a_function_of_the_user_names_its_own_calls():
         ),
         (
             lambda x: ring_shift(x, "tp", 1, 2),
-            "ring_shift: 4 arguments without a name, of which it takes 3; leave out what is too",
+            "ring_shift: 4 arguments without a name, of which it takes 3; leave out the extra",
         ),
         (
             lambda x: zigzag_order(16, size=4),

@@ -307,7 +307,7 @@ def test_a_function_of_jit_has_the_options_of_the_one_that_calls_it():
         assert jaxpar.jit(sums).eval_shape(X).shape == ()
         assert count_collectives(inner, X).forward == {"all_gather": 1}
     own = jaxpar.jit(lambda x: 2 * x, compiler_options={gathers: "false"})
-    text = rf"jit: <lambda> has compiler options that .* calls it has not: {{'{gathers}': 'false'}}"
+    text = rf"jit: <lambda> has compiler options that .* caller lacks: {{'{gathers}': 'false'}}"
     with pytest.raises(ValueError, match=text):
         compile_for(lambda x: own(x), v6e, X)
     compile_for(lambda x: own(x), v6e, X, compiler_options={gathers: "false"})

@@ -44,8 +44,8 @@ def test_a_picture(capsys):
     out = capsys.readouterr().out
     assert "... and 2 arrays more" in out
     assert out.endswith(
-        "layers/1/up: blocks [2048, 4096] of [4096, 8192]; down, dimension 0 over fsdp; across, 1 "
-        "over tp\n0  1\n2  3\n"
+        "layers/1/up: blocks [2048, 4096] of [4096, 8192]; rows: dimension 0 over fsdp; "
+        "columns: dimension 1 over tp\n0  1\n2  3\n"
     )
 
 

@@ -87,7 +87,9 @@ def test_a_band_in_words():
     assert str(Band("TPU v6 lite", "gather", True, 9, -0.04, 0.06)) == (
         "TPU v6 lite, large gathers: -4% to +6% in 9 measurements"
     )
-    assert str(Band("TPU v4", "memory", False)) == "TPU v4, small passes over memory: no measurement"
+    assert (
+        str(Band("TPU v4", "memory", False)) == "TPU v4, small passes over memory: no measurement"
+    )
 
 
 def step(*events, estimate="the compiler's cycles"):

@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
+from jaxpar.layout import LayoutMap
 from jaxpar.schedule import (
     Memory,
     Target,
@@ -223,3 +225,21 @@ def test_a_backend_that_tells_nothing_of_memory():
     program = program_of(target("v5e:2x2"), traced, compiled, {})
     assert program.memory == Memory(0, 0, 0, 0, 0)
     assert timeline(program).peak_bytes == 0
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxpar.jit])
+def test_a_step_with_shardings_on_the_devices_at_hand_is_refused(jit):
+    here = NamedSharding(jaxpar.make_mesh("tp=8"), P("tp"))
+    step = jit(lambda x: 2 * x, out_shardings=here)
+    text = "compile_for: the step has shardings on other devices .* before jax.jit"
+    with pytest.raises(ValueError, match=text):
+        compile_for(step, target("v5e:2x4", "tp=8"), jax.ShapeDtypeStruct((64,), jnp.float32))
+
+
+def test_a_layout_refuses_such_a_step():
+    layout = LayoutMap({"w": ("tp", None)}).layout(
+        {"w": jnp.ones((8, 8))}, jaxpar.make_mesh("tp=8")
+    )
+    step = jax.jit(lambda params: params, out_shardings=layout.shardings)
+    with pytest.raises(ValueError, match="the step has shardings on other devices"):
+        layout.explain(step, "v5e:2x4")

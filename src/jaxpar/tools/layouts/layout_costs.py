@@ -73,7 +73,7 @@ class TriedRule:
 
     Example:
       >>> print(TriedRule("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
-      'up': tp -> -, tp: the step takes 100 us for 200
+      'up': tp -> -, tp: the step takes 100 us in place of 200
     """
 
     rule: str

@@ -6,7 +6,8 @@ Time is *exposed* while a device only waits for a transfer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from math import inf
@@ -100,6 +101,7 @@ class CompiledProgram:
 
 
 @readable
+@naming("compile_for")
 def compile_for(
     fn: Any,
     target: Target,
@@ -143,7 +145,7 @@ def compile_for(
     if is_plain:  # a jitted function knows its static arguments
         fn, args = of_arrays(fn, args)
     jitted, options = jitted_with(fn, options)
-    with compiled_with(options):
+    with compiled_with(options), _other_devices_refused():
         traced = traced_for(target.mesh, jitted, args)
     stage = traced.stage
     donated = donated_inside(stage.jaxpr.jaxpr) if is_plain else set()
@@ -152,7 +154,7 @@ def compile_for(
         fn, args = replayed(fn, stage, args, donated)
         with jax.set_mesh(target.mesh), compiled_with(options):
             stage = fn.trace(*args)
-    with jax.set_mesh(target.mesh), compiled_with(options):
+    with jax.set_mesh(target.mesh), compiled_with(options), _other_devices_refused():
         lowered = stage.lower()
         folder = None if cache is None else Path(cache)
         key = "" if folder is None else key_of(lowered, target, options)
@@ -173,6 +175,19 @@ def compile_for(
         compiler_options=options,
         cache=folder,
     )
+
+
+@contextmanager
+def _other_devices_refused() -> Generator[None]:
+    try:
+        yield
+    except ValueError as reason:
+        if "incompatible devices" not in str(reason):
+            raise
+        raise value_error(
+            "the step has shardings on other devices than the target's; make them with the "
+            "target's mesh, or give the function as it was before jax.jit"
+        ) from reason
 
 
 def of_arrays(
