@@ -68,36 +68,43 @@ assert dict(mesh.shape) == {"dp": 2, "tp": 4}
 # and their order matters. In the pictures each rectangle is a block, with the devices that hold it.
 
 # %%
-PALETTE = plt.get_cmap("Set2").colors
 ROWS, COLUMNS = 8, 16
 
 
-def draw(panel, spec):
+def devices_of_blocks(spec):
+    """Returns the devices that hold each block, by its (top, bottom, left, right)."""
+    blocks = {}
     sharding = NamedSharding(mesh, spec)
-    holders = {}  # devices that hold each block
-    for device, place in sharding.devices_indices_map((ROWS, COLUMNS)).items():
-        (top, bottom), (left, right) = (
-            part.indices(size)[:2] for part, size in zip(place, (ROWS, COLUMNS), strict=True)
-        )
-        holders.setdefault((top, bottom, left, right), []).append(device.id)
-    for (top, bottom, left, right), devices in holders.items():
+    for device, (rows, columns) in sharding.devices_indices_map((ROWS, COLUMNS)).items():
+        top, bottom, _ = rows.indices(ROWS)
+        left, right, _ = columns.indices(COLUMNS)
+        blocks.setdefault((top, bottom, left, right), []).append(device.id)
+    return blocks
+
+
+SPECS = [P("dp", "tp"), P("dp"), P(None, "tp"), P(("dp", "tp")), P(("tp", "dp")), P()]
+assert [len(devices_of_blocks(spec)) for spec in SPECS] == [8, 2, 4, 8, 8, 1]
+
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
+def draw(panel, spec):
+    for (top, bottom, left, right), devices in devices_of_blocks(spec).items():
         corner, size = (left, top), (right - left, bottom - top)
-        panel.add_patch(plt.Rectangle(corner, *size, fc=PALETTE[min(devices)], ec="white", lw=2))
+        panel.add_patch(
+            plt.Rectangle(corner, *size, fc=plt.get_cmap("Set2")(min(devices)), ec="white", lw=2)
+        )
         text = ",".join(map(str, sorted(devices)))
         panel.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center")
     panel.set(xlim=(0, COLUMNS), ylim=(ROWS, 0), xticks=(), yticks=(), title=str(spec))
     panel.title.set_size(9)
     panel.spines[:].set_visible(False)
-    return holders
 
 
-SPECS = [P("dp", "tp"), P("dp"), P(None, "tp"), P(("dp", "tp")), P(("tp", "dp")), P()]
 figure, panels = plt.subplots(2, 3, figsize=(9, 3.6))
-holders = [draw(panel, spec) for panel, spec in zip(panels.flat, SPECS, strict=True)]
+for panel, spec in zip(panels.flat, SPECS, strict=True):
+    draw(panel, spec)
 figure.tight_layout()
 plt.show()
-
-assert [len(blocks) for blocks in holders] == [8, 2, 4, 8, 8, 1]
 
 # %% [markdown]
 # `P(("dp", "tp"))` and `P(("tp", "dp"))` both shard rows over eight devices, but device 1 gets

@@ -55,7 +55,6 @@ N = 8
 
 # %%
 four = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
-PALETTE = plt.get_cmap("Set2").colors
 
 
 def run(local, before):  # before: [4 devices, blocks]
@@ -91,6 +90,12 @@ CASES = [
     ("all-to-all", exchange, all_four),
     ("shift (permute)", shift, one),
 ]
+np.testing.assert_array_equal(run(exchange, all_four), all_four.T)
+np.testing.assert_array_equal(run(scatter, all_four)[:, 0], all_four.sum(axis=0))
+np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
+PALETTE = plt.get_cmap("Set2").colors
 
 
 def show(panel, blocks, before, title):
@@ -116,10 +121,6 @@ names = [*(f"from device {device}" for device in range(4)), "a sum"]
 figure.legend(bars, names, ncols=5, frameon=False, loc="upper center", fontsize=8)
 figure.tight_layout(rect=(0, 0, 1, 0.94))
 plt.show()
-
-np.testing.assert_array_equal(run(exchange, all_four), all_four.T)
-np.testing.assert_array_equal(run(scatter, all_four)[:, 0], all_four.sum(axis=0))
-np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
 
 # %% [markdown]
 # An all-to-all transposes devices and blocks. An all-reduce is a reduce-scatter followed by an
@@ -244,16 +245,25 @@ assert counts.forward_bytes == 4 * 7 / 8 * block
 # with `F` FLOP/s and `W` bytes/s over all links of the ring. The number of *local columns* decides,
 # compared with the chip's FLOPs per byte.
 
+
 # %%
-figure, panel = plt.subplots(figsize=(5.6, 3))
-columns = np.geomspace(128, 32768, 100)
-for place, name in enumerate(("v5e:2x4", "v5p:2x2x2", "v6e:2x4")):
+def ratio_of(name, columns):
+    """Returns how often the matmul's time covers the time of its transfer."""
     chip = target(name).chip
-    two_ways = 2 * chip.link  # bytes/s of a ring on one axis of the torus
-    ratio = (2 * columns / chip.flops) / (2 / two_ways)
-    enough = chip.flops / two_ways  # columns where both take equally long
-    panel.loglog(columns, ratio, color=PALETTE[place], label=f"{name.split(':')[0]}: {enough:.0f}")
-    print(f"{name}: a transfer of bfloat16 hides behind {enough:.0f} local columns or more")
+    compute = 2 * columns / chip.flops  # seconds for one number of the gathered rows
+    send = 2 / (2 * chip.link)  # seconds for its two bytes over both links of a ring
+    return compute / send
+
+
+enough = {name: 1 / ratio_of(name, 1) for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")}
+for name, columns in enough.items():
+    print(f"{name}: a transfer of bfloat16 hides behind {columns:.0f} local columns or more")
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
+figure, panel = plt.subplots(figsize=(5.6, 3))
+for colour, (name, found) in zip(PALETTE, enough.items(), strict=False):
+    columns, label = np.geomspace(128, 32768, 100), f"{name.split(':')[0]}: {found:.0f}"
+    panel.loglog(columns, ratio_of(name, columns), color=colour, label=label)
 panel.axhline(1, color="0.4", lw=0.8, ls=":")
 panel.set(xlabel="local columns", ylabel="compute / send")
 panel.legend(frameon=False, fontsize=8, title="columns that suffice", title_fontsize=8)

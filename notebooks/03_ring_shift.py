@@ -63,6 +63,11 @@ def shifted(offset):
     )
 
 
+print(shifted(1), shifted(-1))
+for step in range(8):
+    assert shifted(step).tolist() == [(i - step) % 8 for i in range(8)]
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(5, 3))
 for step in range(8):
     for device, block in enumerate(shifted(step)):
@@ -75,10 +80,6 @@ panel.tick_params(length=0)
 panel.spines[:].set_visible(False)
 figure.tight_layout()
 plt.show()
-
-print(shifted(1), shifted(-1))
-for step in range(8):
-    assert shifted(step).tolist() == [(i - step) % 8 for i in range(8)]
 
 # %% [markdown]
 # After `s` shifts device `i` holds block `(i - s) % 8`. This formula is most of a ring algorithm.
@@ -171,7 +172,7 @@ for axes in ORDERS:
 # each number, where places count row by row. The pictures show both rings on the grid. A dotted
 # arrow leads from number 7 back to 0.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2))
 for panel, axes in zip(panels, ORDERS, strict=True):
     down, across = np.divmod(jaxpar.ring_order(grid, axes), 4)

@@ -179,7 +179,7 @@ assert arrival(NUMBERS).tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
 # *number* instead of the contents. Colours are blocks.
 
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
 
 
@@ -206,6 +206,7 @@ def draw(rows, title, last_height=1):
     plt.show()
 
 
+# %%
 one_way = [[arrival(NUMBERS, step)] for step in range(8)]
 draw(one_way, "one way: the block that each device multiplies")
 
@@ -349,9 +350,17 @@ schedules = {
     "both ways": [(1, 1), (1, 2), (1, 2), (0.5, 2), (0, 1)],
 }
 
+
+def total_of(steps):
+    return sum(max(blocks * TRANSFER, matmuls * MATMUL) for blocks, matmuls in steps)
+
+
+totals = {name: total_of(steps) for name, steps in schedules.items()}
+assert totals == {"gather, then multiply": 13.25, "one way": 11.5, "both ways": 8.5}
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(7, 2.2))
-totals = {}
-for place, (name, steps) in enumerate(schedules.items()):
+for place, steps in enumerate(schedules.values()):
     time = 0.0
     for blocks, matmuls in steps:
         if blocks:
@@ -360,7 +369,6 @@ for place, (name, steps) in enumerate(schedules.items()):
             panel.barh(place + 0.17, MATMUL, 0.3, time + one * MATMUL, color=PALETTE[2], ec="white")
         time += max(blocks * TRANSFER, matmuls * MATMUL)
     panel.text(time + 0.1, place, f"{time:g}", va="center")
-    totals[name] = time
 panel.set_yticks(range(3), schedules)
 panel.set(xlim=(0, 14.5), ylim=(2.5, -0.5), xlabel="time (model)")
 panel.spines[["top", "right"]].set_visible(False)
@@ -368,8 +376,6 @@ bars = [plt.Rectangle((0, 0), 1, 1, color=PALETTE[part]) for part in (1, 2)]
 figure.legend(bars, ["links", "matmuls"], ncols=2, frameon=False, loc="upper right")
 figure.tight_layout(rect=(0, 0, 1, 0.92))
 plt.show()
-
-assert totals == {"gather, then multiply": 13.25, "one way": 11.5, "both ways": 8.5}
 
 # %% [markdown]
 # The arithmetic alone takes eight. If a transfer took at most 1, the ring in one direction would
@@ -593,8 +599,14 @@ def simulated(mode):
     return timeline(compile_for(program, chips, *operands))
 
 
-COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
 lines = {mode: simulated(mode) for mode in ("naive", "unidirectional", "bidirectional")}
+for mode, line in lines.items():
+    print(f"{mode}: {1e3 * line.total:.2f} ms, {line.exposed / line.total:.0%} exposed")
+assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines["naive"].exposed
+assert lines["bidirectional"].total < 0.8 * lines["naive"].total
+
+# %% jupyter={"source_hidden": true} tags=["drawing", "varies"]
+COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
 figure, panels = plt.subplots(3, 1, figsize=(8, 4.2), sharex=True)
 for panel, (mode, line) in zip(panels, lines.items(), strict=True):
     rows = {"compute": 1}  # then a row for each link
@@ -614,9 +626,6 @@ bars = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()
 figure.legend(bars, COLOURS, ncols=3, frameon=False, loc="upper right", fontsize=8)
 figure.tight_layout()
 plt.show()
-
-assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines["naive"].exposed
-assert lines["bidirectional"].total < 0.8 * lines["naive"].total
 
 # %% [markdown]
 # In the terminal, `jaxpar predict --target v5p:2x2x2 --ops gather-lhs-rows --plot timeline.png`

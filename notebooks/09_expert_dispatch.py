@@ -81,6 +81,8 @@ experts = Experts(
 routing = jax.device_get(jax.jit(route, static_argnums=1)(x @ router, TOP_K))
 
 first = jax.tree.map(lambda a: a[:TOKENS], routing)
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(7, 3))
 panel.imshow(first.scores, cmap="Greys", vmin=0, vmax=0.8)
 for token, (chosen, weights) in enumerate(zip(first.experts, first.weights, strict=True)):
@@ -172,6 +174,7 @@ def numbers_that_arrive(capacity):
 ROWS = 32
 sizes, arrived, valid, lost = numbers_that_arrive(ROWS)
 
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(3.4, 3.4))
 panel.imshow(sizes, cmap="Greys", vmax=2 * sizes.max())
 for (source, target), rows in np.ndenumerate(sizes):
@@ -181,6 +184,7 @@ panel.set_title("send_sizes of all devices, in rows", size=9)
 figure.tight_layout()
 plt.show()
 
+# %%
 print("rows for each device:", sizes.sum(axis=0))
 assert not lost.any()
 
@@ -202,7 +206,7 @@ assert sizes.sum() == targets.size - len(alone)
 # Hatched rows are unwritten. The arrows follow two tokens. One goes to two devices, and the other
 # has both experts on one device.
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 PALETTE = plt.get_cmap("Set2").colors
 CELL = {"ha": "center", "va": "center"}
 
@@ -250,12 +254,12 @@ panels[0].set_title("tokens, and the devices that they need", size=9)
 panels[0].spines[:].set_visible(False)
 draw_buffers(panels[1], arrived, valid, f"receive buffers of {ROWS} rows")
 figure.tight_layout(w_pad=4)
-split = 61
-assert len(set(targets[split])) == 2
+split = 61  # a token for two devices
 follow(panels, split, "black")
 follow(panels, alone[-1], "C3")
 plt.show()
 
+# %%
 for device in range(DEVICES):
     wanted = [n for n in range(64) if device in targets[n]]  # in order: device 0 first
     np.testing.assert_array_equal(arrived[device][valid[device]], wanted)

@@ -133,6 +133,7 @@ def numbers_that_arrive(capacity):
     return jax.device_get(sharded(plan)(x, router, experts))
 
 
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 PALETTE = plt.get_cmap("Set2").colors
 CELL = {"ha": "center", "va": "center"}
 
@@ -238,6 +239,7 @@ def kept_by_rule(capacity, policy):
     return kept
 
 
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 def draw_choices(panel, kept, title):
     for (token, choice), expert in np.ndenumerate(routing.experts):
         weight = routing.weights[token, choice]
@@ -251,18 +253,22 @@ def draw_choices(panel, kept, title):
     panel.set_title(title, size=9)
 
 
+# %%
 FACTOR = 1.5
 capacity = expert_capacity(TOKENS, TOP_K, EXPERTS, FACTOR)
 print(f"capacity {capacity}: {FACTOR} x {TOKENS} tokens x {TOP_K} / {EXPERTS} experts, rounded up")
 
-figure, panels = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
-for panel, policy in zip(panels, ("probability", "position"), strict=True):
+kept_by = {policy: kept_by_rule(capacity, policy) for policy in ("probability", "position")}
+for policy, kept in kept_by.items():
     limited = layer(capacity_factor=FACTOR, capacity_policy=policy)
     found, statistics = limited(x, router, experts)
-    kept = kept_by_rule(capacity, policy)
     assert_close(found, reference(x, router, experts, kept))
     assert statistics.dropped == np.sum(~kept)
-    draw_choices(panel, kept, f"kept by {policy}; {statistics.dropped} of {kept.size} lost")
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
+figure, panels = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
+for panel, (policy, kept) in zip(panels, kept_by.items(), strict=True):
+    draw_choices(panel, kept, f"kept by {policy}; {np.sum(~kept)} of {kept.size} lost")
 panels[1].set_xlabel("token; lines part devices")
 figure.tight_layout()
 plt.show()
@@ -292,12 +298,14 @@ for factor in (1.0, 1.5):
 
 even = DEVICES * TOKENS * TOP_K // DEVICES  # at most this many rows per device at even load
 sizes, small, fits, lost = numbers_that_arrive(even)
+np.testing.assert_array_equal(lost, np.maximum(sizes.sum(axis=0) - even, 0))
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(5.5, 3.6))
 title = f"buffers of {even} rows; did not fit: {', '.join(map(str, lost))}"
 draw_buffers(panel, small, fits, title)
 figure.tight_layout()
 plt.show()
-np.testing.assert_array_equal(lost, np.maximum(sizes.sum(axis=0) - even, 0))
 
 # %% [markdown]
 # This is the buffer of `buffer_factor=1`. Some devices are full while others have room. On a full
@@ -371,15 +379,18 @@ def train(factor, rate):
 
 
 RUNS = {"neither": (0.0, 0.0), "loss": (0.3, 0.0), "bias": (0.0, 0.005)}
+trained = {name: jax.device_get(train(*settings)) for name, settings in RUNS.items()}
+ends = {name: history.largest_load[-1] for name, (_, history) in trained.items()}
+print({name: f"{load:.2f}" for name, load in ends.items()})
+assert max(ends["loss"], ends["bias"]) < ends["neither"]
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panels = plt.subplots(1, 3, figsize=(10, 2.8), width_ratios=(1, 1, 1.4))
-ends = {}
-for place, (name, (factor, rate)) in enumerate(RUNS.items()):
-    errors, history = jax.device_get(train(factor, rate))
+for place, (name, (errors, history)) in enumerate(trained.items()):
     style = {"label": name, "color": PALETTE[place]}
     panels[0].plot(errors, **style)
     panels[1].plot(history.largest_load, **style)
     panels[2].bar(np.arange(16) + 0.27 * (place - 1), history.tokens_per_expert[-1], 0.27, **style)
-    ends[name] = history.largest_load[-1]
 panels[0].set(xlabel="step", title="error")
 panels[1].set(xlabel="step", title="largest load", ylim=(1, None))
 panels[2].set(xlabel="expert", title="tokens at the end, dotted: even", xticks=range(0, 16, 2))
@@ -390,9 +401,6 @@ for panel in panels:
 panels[0].legend(frameon=False, fontsize=8)
 figure.tight_layout()
 plt.show()
-
-print({name: f"{load:.2f}" for name, load in ends.items()})
-assert max(ends["loss"], ends["bias"]) < ends["neither"]
 
 # %% [markdown]
 # Without balancing, the favourites get even more tokens. The loss balances them here, but the error

@@ -238,6 +238,9 @@ said = run("""
         print("error:", str(error)[:60])
 """)
 
+assert all("error:" in text for text in said)
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(6, 2.4))
 for rank, text in enumerate(said):
     for line in text.splitlines():
@@ -251,8 +254,8 @@ panel.invert_yaxis()
 panel.spines[["top", "right"]].set_visible(False)
 figure.tight_layout()
 plt.show()
-assert all("error:" in text for text in said)
 
+# %%
 for process in processes:
     process.stdin.close()
 assert [process.wait() for process in processes] == [0, 0]

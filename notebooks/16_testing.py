@@ -214,9 +214,14 @@ counts = {
     collective.__name__: [counted(collective, size) for size in SIZES]
     for collective in (ring_cumsum, gathered_cumsum)
 }
+for name, of_sizes in counts.items():
+    print(f"{name:>15} on 8: {dict(of_sizes[-1].forward)}, backward {dict(of_sizes[-1].backward)}")
+for ring, gathered in zip(*counts.values(), strict=True):
+    assert ring.forward_bytes == gathered.forward_bytes
+
+# %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(4.6, 2.4))
 for offset, (name, of_sizes) in zip((-0.2, 0.2), counts.items(), strict=True):
-    print(f"{name:>15} on 8: {dict(of_sizes[-1].forward)}, backward {dict(of_sizes[-1].backward)}")
     heights = [count.forward_bytes for count in of_sizes]
     panel.bar(np.arange(len(SIZES)) + offset, heights, 0.4, label=name)
 panel.set_xticks(range(len(SIZES)), SIZES)
@@ -225,9 +230,6 @@ panel.legend(frameon=False, fontsize=8)
 panel.spines[["top", "right"]].set_visible(False)
 figure.tight_layout()
 plt.show()
-
-for ring, gathered in zip(*counts.values(), strict=True):
-    assert ring.forward_bytes == gathered.forward_bytes
 
 # %% [markdown]
 # The compiler decides whether transfers are hidden. `jaxpar.testing.assert_overlapped` compiles for
