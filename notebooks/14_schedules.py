@@ -28,9 +28,9 @@
 # 6. a test that keeps a transfer hidden
 # 7. a profile and its names
 #
-# `pip install 'jax[tpu]'` installs the TPU compiler. Times come from a model of the chip with
-# measured links. **They are not measured.** The order of instructions, and so the overlap, comes
-# from the real compiler.
+# `pip install 'jax[tpu]'` installs the TPU compiler. The order of instructions, and so the overlap,
+# comes from this compiler. Times are simulated on a model of the chip, whose link speeds are fitted
+# to public measurements ([predictions](../docs/predictions.md)). **No time here was measured.**
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -90,6 +90,9 @@ programs = {fn.__name__: compile_for(mapped(fn), chips, *ARGS) for fn in (plain,
 # `CompiledProgram.text` is the scheduled module. It lists instructions in the order in which the
 # chip runs them. An asynchronous transfer is a pair of `-start` and `-done`. It overlaps with the
 # instructions between them. A collective without such a pair blocks.
+#
+# The ring gets seven blocks in eight transfers. Six blocks arrive in one piece. The block of the
+# opposite device arrives in two halves, one from each side.
 
 # %% tags=["varies"]
 COLLECTIVES = r" (all-gather|collective-permute-start|collective-permute-done)\("
@@ -99,11 +102,11 @@ for name, program in programs.items():
 # %% [markdown]
 # ## 3. The schedule as a timeline
 #
-# `timeline` simulates the text. Instructions take the compiler's own cycle counts. Transfers take
-# their bytes over the links on their path, and a `-done` waits. Blue is computation, orange a
-# transfer, red waiting.
+# `timeline` simulates the text. Instructions take the compiler's own cycle counts. A transfer takes
+# the time that its bytes need on the links of its path. Its `-done` waits until it has ended. Blue
+# is computation, orange a transfer, red waiting.
 
-# %% tags=["varies"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "varies"]
 COLOURS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#D0021B"}
 lines = {name: timeline(program) for name, program in programs.items()}
 figure, panels = plt.subplots(2, 1, figsize=(8, 3.2), sharex=True)
@@ -124,14 +127,22 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# This command draws the same picture of any function and writes a trace for Perfetto:
+# In a terminal, this command compiles the same two programs, draws the picture and writes a trace
+# for Perfetto:
 #
-#     jaxpar predict model:layer --target v5e:2x4 --plot timeline.png --trace trace.json
+#     jaxpar predict --target v5e:2x4 --mesh tp=8 --ops gather-lhs-rows --shapes 2048x4096x16384 \
+#         --modes naive,bidirectional --plot timeline.png --trace trace.json
+#
+# For your own program, write a function `make_step(mesh)` in a file `model.py`. It returns the
+# function and its arguments. Then give `model:make_step` in place of the options from `--ops` to
+# `--modes`.
 #
 # ## 4. Exposed time and its causes
 #
-# *Exposed* time is time in which the chip waits for a transfer. Each wait has a length and the name
-# of its transfer. Each transfer *covers* the compute instructions between its start and its done.
+# *Exposed* time is time in which the chip waits for a transfer. A wait has the name of the
+# instruction that started its transfer. A transfer *covers* the compute instructions between its
+# start and its done. The last line has the share of time in which a link carries data, as a mean
+# over the links that the program uses.
 
 # %% tags=["varies"]
 for name, line in lines.items():
@@ -139,11 +150,9 @@ for name, line in lines.items():
     waits = [event for event in line.events if event.kind == "wait" and event.row == "compute"]
     for wait in sorted(waits, key=lambda event: -event.seconds)[:3]:
         print(f"  {1e6 * wait.seconds:7.1f} us for {wait.name}")
-    covered = [len(event.covers) for event in line.transfers]
-    print(
-        f"  {len(line.transfers)} transfers, beside {min(covered)} to {max(covered)} instructions"
-    )
-    print(f"  {line.sent_bytes / 2**20:.0f} MiB sent, links busy {line.link_utilisation:.0%}")
+    covered = " or ".join(map(str, sorted({len(event.covers) for event in line.transfers})))
+    print(f"  transfers: {len(line.transfers)}; each covers {covered} instructions")
+    print(f"  {line.sent_bytes / 2**20:.0f} MiB sent, used links busy {line.link_utilisation:.0%}")
 
 assert lines["ring"].exposed < lines["plain"].exposed / 4
 assert lines["ring"].sent_bytes <= lines["plain"].sent_bytes * 1.01
@@ -151,30 +160,51 @@ assert lines["ring"].sent_bytes <= lines["plain"].sent_bytes * 1.01
 # %% [markdown]
 # Exposed time has three main causes:
 #
-# - The compiler makes a collective synchronous. It covers nothing.
-# - The producer or the user of a transfer is right next to it. It covers too little.
-# - There are too few columns to hide the transfer ([arithmetic](02_collectives.ipynb)).
+# - The compiler makes a collective synchronous. Then the collective covers nothing.
+# - The instruction that makes the data, or the one that needs them, is right next to the transfer.
+#   Then the transfer covers too little.
+# - The weight has too few columns, so the matmul is shorter than the transfer
+#   ([arithmetic](02_collectives.ipynb)).
 #
 # ## 5. The floor
 #
-# No schedule is faster than the *floor*: the longer of the single full matmul and the transfer of
-# the bytes alone, over both directions of the ring.
+# The *floor* is the longer of two times: the full matmul, compiled alone, and the transfer of the
+# bytes over both directions of the ring. We compare each program's time with it, and split this
+# time.
 
 # %% tags=["varies"]
-floor = matmul_floor(chips, "mk,kn->mn", (M, K), (K, N // 8), 7 / 8 * M * K * 2)
-print(f"{1e6 * floor.compute:.0f} us of matmul, {1e6 * floor.transfer:.0f} us of bytes")
+sent = 7 / 8 * M * K * 2  # bytes that a device sends, and receives
+floor = matmul_floor(chips, "mk,kn->mn", (M, K), (K, N // 8), sent)
+print(f"floor: {1e6 * floor.compute:.0f} us of matmul, {1e6 * floor.transfer:.0f} us of bytes")
 for name, line in lines.items():
-    print(f"{name:>6}: {line.total / floor.total:.2f} of the floor")
+    matmuls = sum(event.seconds for event in line.events if event.is_matmul)
+    parts = {
+        "matmuls": matmuls,
+        "cuts": line.compute - matmuls,
+        "waits for transfers": line.exposed,
+        "waits for copies": line.total - line.compute - line.exposed,
+    }
+    split = ", ".join(f"{part} {1e6 * seconds:.0f} us" for part, seconds in parts.items())
+    print(f"{name:>5}: {line.total / floor.total:.2f} times the floor: {split}")
 
 # %% [markdown]
-# The ring waits little, but it is above the floor. Eight matmuls of an eighth of the rows take
-# longer than one of all rows. The difference shrinks with more rows.
+# The ring waits little for transfers, but it is above the floor:
+#
+# - Eight matmuls of an eighth of the rows take longer than one of all rows.
+# - The compiler copies the weight into the chip's fast memory, and the result out of it. The ring
+#   waits for both copies. The plain program also copies the weight, but during its gather.
+# - A block must be cut into halves before they are sent.
+#
+# With more rows, the small matmuls and the copy of the weight matter less. The plain matmul is 2%
+# shorter than that of the floor, which is compiled in another program. A difference of this size
+# means nothing.
 #
 # ## 6. A test that keeps a transfer hidden
 #
 # An extra cast, another layout or a new compiler can break a schedule. In a test,
 # `assert_overlapped` compiles the program. It fails with the name of the longest wait. The ring
-# passes, and the plain program fails:
+# passes, and the plain program fails. (The message names a file and a line. In a notebook the
+# file's name is a number; in your test it is your file.)
 
 
 # %% tags=["varies"]
@@ -191,11 +221,11 @@ except AssertionError as error:
 # %% [markdown]
 # ## 7. A profile and its names
 #
-# On the chip itself, the profiler measures. jaxpar's functions name their operations. The profile
-# shows `all_gather_matmul[tp]` next to an instruction such as `fusion.121`. The compiled text holds
-# the same names.
+# On the chip itself, `jax.profiler` measures times. jaxpar's functions name their operations. The
+# profile shows `all_gather_matmul[tp]` next to an instruction such as `fusion.121`. The compiled
+# text holds the same names.
 #
-# Here is a profile of CPU devices. Its times mean little, but its names are the same on every
+# Here is a profile of CPU devices. CPU times mean little, but the names are the same on every
 # device. Open the folder of your own profile in XProf or Perfetto.
 
 # %%
@@ -231,7 +261,7 @@ for name in ("dot_general", "ppermute"):
 # - `compile_for` and `timeline` show the compiler's own order, simulated on a model of the chip.
 # - Look at waits first. The name of a wait leads to its transfer. What the transfer covers shows
 #   the cause.
-# - Compare with the floor, not with zero.
+# - Compare times with the floor, not with zero.
 # - Use `assert_overlapped` in a test.
 #
 # Next: [several processes](15_processes.ipynb).

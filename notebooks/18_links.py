@@ -28,8 +28,9 @@
 # 7. the choice of `"auto"`
 #
 # Sixteen CPU devices represent a plane of 4 x 4. Times come from a model of the chip
-# ([schedules](14_schedules.ipynb)). **They are not measured.** See also the page [below the
-# floor](../docs/links.md).
+# ([schedules](14_schedules.ipynb)). **They are not measured.** The stored times are of jax 0.12.0.1
+# and libtpu 0.0.50.1; other versions give other times. See also the page [Use every link, send
+# fewer bits](../docs/links.md).
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -85,7 +86,7 @@ idle = links_of_torus((4, 4)) - set(links_of_walk(one))
 print(f"{len(links_of_torus((4, 4)))} links; one ring takes {len(set(links_of_walk(one)))}")
 print("one walk:", *one)
 assert len(idle) == 16
-assert all(sum(device in link for link in idle) == 2 for device in range(16))  # two of four each
+assert all(sum(device in link for link in idle) == 2 for device in range(16))  # two at each device
 
 # %% [markdown]
 # A ring is a walk through all devices that returns to its start: a *Hamiltonian cycle*. It uses one
@@ -104,7 +105,7 @@ assert len(taken) == len(set(taken)) == 32  # no link is used twice
 assert set(taken) == links_of_torus((4, 4))  # together they use all links
 
 
-# %% tags=["docs/links_rings.png"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "docs/links_rings.png"]
 def draw_torus(panel, sizes, walks, title):
     """A torus with walks on it; links that no walk takes are thin."""
     rows, columns = sizes
@@ -161,7 +162,7 @@ plt.show()
 # torus of three dimensions splits into three (Aubert and Schneider, 1982). A side of 2 has too few
 # links: the link to the next device is also the wrap-around link.
 
-# %% tags=["docs/links_rectangle.png"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "docs/links_rectangle.png"]
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(7, 10))
 for panel, sizes in zip(panels, [(3, 5), (4, 8)], strict=True):
     draw_torus(panel, sizes, dict(enumerate(rings_of(*sizes))), f"{sizes[0]} x {sizes[1]}")
@@ -185,9 +186,16 @@ except ValueError as error:
 # %% [markdown]
 # ## 4. The transfers of each step
 #
-# Each ring carries one half of every block in both directions. Both rings follow one program, a
-# list of steps. In the output, `+1` is a transfer to the next device of a ring and `-1` a transfer
-# to the previous one. `/0` and `/1` are halves of the ring's share. Rings count from 0.
+# Each ring carries its own half of every block. Blocks of nearer devices arrive from the side on
+# which they are nearer. Both rings follow one program, a list of steps:
+#
+# - The first number of a step is a distance: the owners of its blocks are so many places away. No
+#   device is more than 8 places away, so step 8 is the last.
+# - `hops` are the transfers that brought the step's blocks. `blocks` are the transfers that start.
+# - `+1` is a transfer to the next device of a ring, `-1` a transfer to the previous one.
+# - `/0` and `/1` are halves of a ring's half: the block of the opposite device is cut again.
+# - The program counts rings from 0. `+1` alone is in ring 1 of the pictures, and `+1 of ring 1` is
+#   in their ring 2.
 
 # %%
 program = gather_steps(16, (1, -1), rings=2)
@@ -196,10 +204,11 @@ for step in (*program[:2], *program[-2:]):
 
 # %% [markdown]
 # The picture shows the program on device 0: what arrives over its four links in each step, and what
-# its matmul computes meanwhile. The number in a box is the device that owns the block.
+# its matmul computes meanwhile. The number in a box is the device that owns the block. A box is
+# half a block, and a small box is a quarter.
 
 
-# %% tags=["docs/links_steps.png"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "docs/links_steps.png"]
 def owner(hop, distance):
     """Whose block comes to device 0 by a hop, from so many places away."""
     return int((one, other)[hop.ring][-hop.direction * distance % 16])
@@ -244,10 +253,10 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# A box is half a block. Ring 1 carries the first half of the rows, ring 2 the second half. What
-# arrives in one step is multiplied in the next. Step 0 multiplies the local block, steps 1 to 7
-# four halves each. The opposite device's block arrives in quarters from both sides of each ring.
-# Step 8 sends nothing.
+# Ring 1 carries the first half of a block's rows, ring 2 the second half. The blocks that arrive in
+# one step are multiplied in the next step. Step 0 multiplies the local block. Each of steps 1 to 7
+# multiplies four halves. The opposite device's block arrives in quarters, one from each side of
+# each ring. Step 8 sends nothing.
 #
 # ## 5. The same result
 #
@@ -291,15 +300,20 @@ for ring in jaxpar.edge_disjoint_rings(chips.mesh, AXES):
     assert (hops == 1).all()
 
 # %% [markdown]
-# Each group of 16 gathers the rows of `x` and multiplies them by its columns of a weight. A *floor*
-# is the longer of the single full matmul and the transfer of the bytes alone. We compute one floor
-# for the two links of one ring, and one for all four links.
+# Each group of 16 gathers the rows of `x`, and each device multiplies them by its columns of a
+# weight. A *floor* is the longer of two times: the single full matmul, and the transfer of the
+# bytes alone. There are two floors: `floor.of_one_ring` is for the two links of one ring, and
+# `floor.total` is for all four links. (`floor.one_ring` and `floor.transfer` are their transfers
+# without the matmul.)
+#
+# The last number that the cell prints, *cuts*, is the time to split blocks that travel in parts:
+# the local block before the first send, and the last block into quarters.
 
 # %% tags=["varies"]
 M, K, N = 16384, 8192, 8192
 MODES = {"naive": "naive", "one ring": "bidirectional", "two rings": "multi-ring"}
 ROWS = P(("dp", *AXES))
-kept = tempfile.mkdtemp()  # "auto" is one of the other modes, so nothing is compiled twice
+kept = tempfile.mkdtemp()  # a cache: "auto" chooses one of the other modes, compiled already
 
 
 def compiled(mode, rows=M):
@@ -332,7 +346,7 @@ assert floor.one_ring == 2 * floor.transfer
 assert floor.of_one_ring < lines["one ring"].total < lines["naive"].total
 assert floor.total < lines["two rings"].total < 0.65 * floor.of_one_ring
 
-# %% tags=["varies", "docs/links_timeline.png"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "varies", "docs/links_timeline.png"]
 figure, panels = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, height_ratios=(3, 5))
 for panel, name in zip(panels, ("one ring", "two rings"), strict=True):
     lanes = sorted({event.row for event in lines[name].transfers})
@@ -366,9 +380,8 @@ for name, links in (("one ring", 2), ("two rings", 4)):
     assert not any(event.synchronous for event in transfers)
 
 # %% [markdown]
-# Transfers limit both programs, and two rings have twice the links. Their cost is smaller pieces:
-# twice as many matmuls of half the rows each. Here that cost is small. (Cuts split blocks that
-# travel in parts: the local block before the first send, and the last block into quarters.)
+# Transfers limit both programs, and two rings have twice the links. Two rings also have a cost:
+# smaller pieces, with twice as many matmuls of half the rows each. Here that cost is small.
 #
 # ## 7. The choice of `"auto"`
 #
@@ -389,14 +402,15 @@ assert totals[256]["auto"] == totals[256]["naive"] < totals[256]["two rings"]
 
 # %% [markdown]
 # `"auto"` takes two rings only on a mesh of `make_mesh` whose axes are closed rings of links. A
-# slice of v6e or v5e has wrap-around links only along dimensions of 16. On 4 x 4 of its chips
-# `make_mesh` finds a closed ring for one axis, a square of neighbours, and none for the other.
+# slice of v6e or v5e has wrap-around links only along dimensions of 16. On 4 x 4 chips of v6e,
+# `make_mesh` lays `y` along squares of four neighbours, which are closed rings. It finds no closed
+# rings for `x`: there a step takes up to two links.
 
 # %%
 for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items():
     mesh = target(slice_of, axes).mesh
     hops = {name: jaxpar.ring_hops(mesh, name).max() for name in AXES}
-    print(f"{slice_of:>9}: a step is over at most {hops['x']} links along x, {hops['y']} along y")
+    print(f"{slice_of:>9}: most links of a step: {hops['x']} along x, {hops['y']} along y")
     assert (max(hops.values()) == 1) == (slice_of == "v5p:4x4x4")
 
 # %% [markdown]
@@ -407,6 +421,9 @@ for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items(
 # - Use `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
 # - `jaxpar.edge_disjoint_rings(mesh, axes)` returns the rings. `ring_hops` counts the links of each
 #   step.
-# - `jaxpar predict --mesh dp=4,x=4,y=4 --axis x,y --modes bidirectional,multi-ring` compares modes
-#   with their floors.
-# - Figures and open questions: [below the floor](../docs/links.md).
+# - This command compares both modes with their floors:
+#
+#       jaxpar predict --target v5p:4x4x4 --mesh dp=4,x=4,y=4 --axis x,y \
+#           --modes bidirectional,multi-ring
+#
+# - Figures and open questions: [Use every link, send fewer bits](../docs/links.md).
