@@ -16,11 +16,12 @@
 # %% [markdown]
 # # 5. Data parallelism
 #
-# The model is a tiny language model that predicts the next word from the current one, and new here
-# is that eight devices share its batch. Notebooks [6](06_fsdp.ipynb),
-# [7](07_tensor_parallel.ipynb) and [8](08_fsdp_and_tensor_parallel.ipynb) continue with this model.
+# The model is a tiny language model. It predicts the next word from the current one. Eight
+# devices share its batch. Notebooks [6](06_fsdp.ipynb), [7](07_tensor_parallel.ipynb) and
+# [8](08_fsdp_and_tensor_parallel.ipynb) continue with this model.
 #
-# Every version is compared with one device. Eight CPU devices measure no speed.
+# Every version must give the results of one device. Times on eight CPU devices say nothing about
+# speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -125,7 +126,7 @@ def check(loss_and_gradients):
 # ## 2. The sum and the count
 #
 # An obvious attempt averages the devices' mean losses. But the devices have different numbers of
-# unmasked positions, so the mean of means is a different number.
+# unmasked positions, so the mean of their means is not the mean over all positions.
 
 # %%
 mesh = jaxpar.make_mesh("dp=8")
@@ -143,7 +144,7 @@ assert abs(mean_of_means(params, batch) - expected[0]) > 0.01
 
 # %% [markdown]
 # Return the *sum* and the *count* from the local loss instead. `mean_value_and_grad` adds both over
-# the axis and divides. It sums the gradients over devices once.
+# the axis and divides. It sums each gradient over the devices once, after the backward pass.
 
 
 # %%
@@ -161,8 +162,8 @@ print(f"loss on eight devices {step(params, batch)[0]:.4f}")
 # ## 3. Microbatches and one reduction
 #
 # Activations of a large batch may not fit into memory. `microbatches=2` computes one half at a
-# time, accumulates gradients on each device, and reduces once at the end. `bucket_bytes` joins
-# small gradients into one collective.
+# time, accumulates gradients on each device, and reduces once at the end. `bucket_bytes` is the
+# largest size of a collective that joins small gradients.
 
 # %%
 for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
@@ -172,8 +173,9 @@ for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
     print(f"{options!s:25} {dict(counts.forward)}, {counts.forward_bytes} bytes")
 
 # %% [markdown]
-# There are six sums: four gradients, the loss and the count. Buckets need fewer. Microbatches do
-# not change the bytes. In a sum over eight devices, each device sends 2 x 7/8 of its operand.
+# There are six sums: four gradients, the loss and the count. With buckets there are three: all
+# gradients in one, the loss and the count. Microbatches do not change the bytes. In a sum over
+# eight devices, each device sends 2 x 7/8 of its operand.
 
 # %%
 weights = sum(w.nbytes for w in jax.tree.leaves(params))

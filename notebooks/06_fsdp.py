@@ -16,12 +16,12 @@
 # %% [markdown]
 # # 6. FSDP, and what is saved
 #
-# The model is the language model of [notebook 5](05_data_parallel.ipynb), and new here is that each
-# device stores an eighth of the weights. This is *fully sharded* data parallelism (FSDP): the
-# devices that share the batch also shard each weight. A layer gathers its weights before it uses
-# them.
+# The model is the language model of [notebook 5](05_data_parallel.ipynb). Now each device stores
+# an eighth of the weights. This is *fully sharded* data parallelism (FSDP): the devices that
+# share the batch also shard each weight. A layer gathers its weights before it uses them.
 #
-# Every version is compared with one device. Eight CPU devices measure no speed.
+# Every version must give the results of one device. Times on eight CPU devices say nothing about
+# speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -122,8 +122,9 @@ def check(loss_and_gradients):
 
 
 # %% [markdown]
-# The matrices of the layers are sharded by rows. Dimension 0 is the layers. The batch is sharded
-# over the same axis. The embedding and the norms are small and stay replicated.
+# The matrices of the layers are sharded by rows. Dimension 0 of a stacked matrix counts the
+# layers, and dimension 1 are its rows. The batch is sharded over the same axis. The embedding and
+# the norms are small and stay replicated.
 
 # %%
 mesh = jaxpar.make_mesh("fsdp=8")
@@ -176,8 +177,9 @@ by_hand = check_and_count(layers_by_hand)
 assert by_hand.backward["psum_scatter"] == LAYERS  # both matrices in one collective
 
 # %% [markdown]
-# The gradients are right, but the memory is not. The backward pass needs the gathered weights, so
-# autodiff saves them for all layers. Values saved for the backward pass are called *residuals*.
+# The gradients are right, but the program needs too much memory. The backward pass needs the
+# gathered weights, so autodiff saves them for all layers. Values saved for the backward pass are
+# called *residuals*.
 #
 # ## 3. `fsdp_linear`: gathers again in the backward pass
 #
@@ -220,8 +222,8 @@ with_scan = check_and_count(layers_with_fsdp_scan)
 assert with_scan.residual_bytes < with_linear.residual_bytes / 2
 
 # %% [markdown]
-# By hand, put the gather into a checkpointed block. This sends and saves as many bytes as
-# `fsdp_scan`. The library only saves code here.
+# You can do the same by hand: put the gather into a block with `jax.checkpoint`. It sends and
+# saves as many bytes. `fsdp_scan` is only shorter.
 
 
 # %%
@@ -282,9 +284,11 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The second gather has a price. FSDP sends 3 x 7/8 of the matrices in a step, and data parallelism
-# sends 2 x 7/8. In return, matrices, gradients and optimizer state take an eighth of the memory.
-# The bytes saved by `data parallel` include the weights, although these are in memory anyway.
+# The second gather has a price. FSDP gathers the matrices twice and scatters their gradients: 3 x
+# 7/8 of their bytes. Data parallelism sums gradients: 2 x 7/8. `fsdp_scan` also computes each
+# layer's forward pass twice. In return, matrices, gradients and optimizer state take an eighth of
+# the memory. The saved bytes of `data parallel` include the weights, although these are in memory
+# anyway. Those of `by hand` include all gathered weights.
 #
 # ## 6. Training
 #
@@ -323,7 +327,8 @@ assert trained["layers"]["up"].addressable_shards[0].data.shape == (LAYERS, WIDT
 print("loss after 0, 10, 20, 30 steps:", " ".join(f"{loss:.3f}" for loss in sharded[::10]))
 
 # %% [markdown]
-# Clipping needs the norm of *all* gradients. `global_norm` sums over the axes that shard them.
+# Clipping needs the length of the vector of *all* gradients. `global_norm` adds the squares of
+# all devices. It reads the axes from the types.
 
 # %%
 _, gradients = fsdp_step(placed, batch)
@@ -334,9 +339,9 @@ np.testing.assert_allclose(norm, optax.global_norm(expected[1]), rtol=1e-4)
 # %% [markdown]
 # ## 7. A prediction for TPU
 #
-# Predicted, not measured. `compile_for` compiles for chips that this machine does not have, and
-# `timeline` simulates the compiled schedule. Here two layers run forward and backward on four v5p
-# chips. The checkpointed scan by hand ties with `fsdp_scan`.
+# These times are predicted, not measured. `compile_for` compiles for chips that this machine does
+# not have, and `timeline` simulates the compiled schedule. Here two layers run forward and
+# backward on four v5p chips. The checkpointed scan by hand takes as long as `fsdp_scan`.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "fsdp=4")

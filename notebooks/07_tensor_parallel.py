@@ -16,12 +16,14 @@
 # %% [markdown]
 # # 7. Tensor parallelism
 #
-# The model is the language model of notebooks [5](05_data_parallel.ipynb) and [6](06_fsdp.ipynb),
-# and new here are attention and eight devices that share each layer's computation. FSDP shards what
-# is *stored*, but every device still multiplies by all weights. With tensor parallelism each device
-# has its own hidden features, attention heads and words. Activations travel instead of weights.
+# The model is the language model of notebooks [5](05_data_parallel.ipynb) and [6](06_fsdp.ipynb).
+# New are attention, and that eight devices share the computation of each layer. FSDP shards what
+# is *stored*, but every device still multiplies by all weights. With tensor parallelism each
+# device has its own hidden features, attention heads and part of the vocabulary. Activations
+# travel instead of weights.
 #
-# Every version is compared with one device. Eight CPU devices measure no speed.
+# Every version must give the results of one device. Times on eight CPU devices say nothing about
+# speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -176,15 +178,15 @@ assert replicated.forward == replicated.backward == {"psum": 1}
 print(f"forward {dict(replicated.forward)}, backward {dict(replicated.backward)}")
 
 # %% [markdown]
-# `copy_region` and `reduce_region` begin and end a tensor-parallel *region*. `copy_region` sums in
-# its derivative, `reduce_region` in its value. Between regions every device has all activations and
-# computes the same norms.
+# `copy_region` and `reduce_region` begin and end a tensor-parallel *region*. `copy_region` sends
+# nothing forward and sums over devices backward. `reduce_region` sums forward and sends nothing
+# backward. Between regions every device has all activations and computes the same norms.
 #
 # ## 3. A sharded sequence between regions
 #
-# An all-reduce is a reduce-scatter and an all-gather. Delay the gather until the next region. Then
-# each device holds an eighth of the positions between regions. The bytes stay the same, and both
-# transfers can overlap with a matmul.
+# An all-reduce is a reduce-scatter and an all-gather. The gather can wait until the next region
+# begins. Then each device holds an eighth of the positions between regions. A device sends as
+# many bytes as before, and both transfers can overlap with a matmul.
 
 
 # %%
@@ -209,15 +211,16 @@ assert by_sequence.forward_bytes == replicated.forward_bytes
 assert by_sequence.residual_bytes == replicated.residual_bytes
 
 # %% [markdown]
-# Both versions save the same bytes for the backward pass, because the gathered `x` is an operand of
-# a matmul. The sharded sequence needs less memory and work between regions.
+# On CPU the default mode gathers first and saves the gathered `x`, so both versions save the same
+# bytes for the backward pass. A ring saves only the shard. The sharded sequence needs less memory
+# and work between regions.
 #
 # ## 4. Attention by heads
 #
 # A head is a set of columns of query, key and value, and a set of rows of the output projection.
 # `parallel_attention` gathers the sequence once for all three. It calls your `attend` with full
 # sequences of some heads, and scatters the result. Several query heads may share a key and value
-# head. The heads may be divided unevenly, and `head_layout` shows how.
+# head. The devices need not divide the heads: `jaxpar.layers.head_layout` pads them.
 
 
 # %%
@@ -263,9 +266,10 @@ plt.show()
 # %% [markdown]
 # ## 5. The vocabulary, and the full model
 #
-# The embedding is sharded by words. Each device looks up the words in its shard, and the sums are
-# scattered over positions. The loss never gathers the logits. For each position the devices
-# exchange a maximum, a sum and the label's logit.
+# The embedding is sharded by words. Each device looks up the words in its shard, and has zeros
+# for all other words. A reduce-scatter adds these and leaves each device its positions. The loss
+# never gathers the logits. For each position the devices exchange a maximum, a sum and the
+# label's logit.
 
 
 # %%
@@ -290,15 +294,17 @@ def tp_loss(params, batch):
 
 loss, gradients = jaxpar.jit(jax.value_and_grad(tp_loss))(params, batch)
 print(f"loss on eight devices {loss:.4f}, on one device {expected[0]:.4f}")
-jax.tree.map(check, (loss, gradients), expected)
+checked = jax.tree.map(check, (loss, gradients), expected)
 
 # %% [markdown]
-# The gradient of a norm's weights is a sum over devices. JAX inserts this sum.
+# Each device applies the norms to its positions only. So the gradient of a norm's weights is a
+# sum over devices, and JAX inserts it.
 #
 # ## 6. A prediction for TPU
 #
-# Predicted, not measured: an MLP with the sizes of Llama 3 8B on four v5p chips, forward. The
-# program by hand uses `lax` and the same compiler options.
+# These times are predicted, not measured: the forward pass of an MLP with the sizes of Llama 3 8B
+# on four v5p chips. The program by hand uses `lax` collectives, and all are compiled with the
+# same options.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "tp=4")
@@ -336,10 +342,11 @@ assert saved > 0.2 * times["by hand"]
 
 # %% [markdown]
 # By hand, the first matmul waits for the full gather, and the scatter waits for the last matmul.
-# The layers send blocks around a ring while other blocks are multiplied. With jax 0.12 they overlap
-# more by default. With jax 0.10, which made the output above, name a mode.
+# The layers send blocks around a ring while other blocks are multiplied. With jax 0.12 keep the
+# default. With jax 0.10, which made the output above, name a mode: `Axis("tp",
+# mode="bidirectional")`.
 #
-# | us | by hand | default | bidirectional |
+# | predicted us | by hand | default | bidirectional |
 # |---|---|---|---|
 # | jax 0.10.2 | 2215 | 1958 | 1356 |
 # | jax 0.12.0.1 | 1758 | 1279 | 1333 |

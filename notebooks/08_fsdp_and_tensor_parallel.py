@@ -16,9 +16,9 @@
 # %% [markdown]
 # # 8. FSDP and tensor parallelism at once
 #
-# The model is the language model of [notebook 7](07_tensor_parallel.ipynb), with attention, and new
-# here is a mesh with two axes. The `tp` axis shards the computation of a layer. The `fsdp` axis
-# shards the batch, and shards each weight once more.
+# The model is the language model of [notebook 7](07_tensor_parallel.ipynb), with attention. New
+# is a mesh with two axes. The `tp` axis shards the computation of a layer. The `fsdp` axis shards
+# the batch, and the other dimension of each weight.
 #
 # Results are compared with one device. Eight CPU devices measure no speed.
 
@@ -131,7 +131,8 @@ print(f"loss on one device {expected[0]:.4f}")
 # ## 2. Layouts of one weight
 #
 # In `P(None, "fsdp", "tp")` dimension 0 is the layers. Rows are sharded over `fsdp`, columns over
-# `tp`. The picture shows which devices hold each block of one layer's `up`.
+# `tp`. The picture compares four layouts of one layer's `up`, with the devices that hold each
+# block. The last one is used here.
 
 # %%
 mesh = jaxpar.make_mesh("fsdp=2,tp=4")
@@ -184,9 +185,9 @@ plt.show()
 # %% [markdown]
 # ## 3. The tensor-parallel block inside `fsdp_scan`
 #
-# The block is `tp_block` of notebook 7, here on four devices. `fsdp_scan` gathers the two halves of
-# each weight before a layer uses it. `dim` names the dimension of one layer's weight that `fsdp`
-# shards.
+# The block is `tp_block` of notebook 7, here on four devices. A device has half of its
+# tensor-parallel quarter of a weight. `fsdp_scan` gathers the quarter before a layer uses it.
+# `dim` names the dimension of one layer's weight that `fsdp` shards.
 
 # %%
 DIMS = {"norm": None, "attention_norm": None, "up": 0, "q": 0, "k": 0, "v": 0, "down": 1, "o": 1}
@@ -245,9 +246,10 @@ for gradient, sharding in zip(jax.tree.leaves(gradients), jax.tree.leaves(shardi
 # %% [markdown]
 # ## 4. Bytes per axis
 #
-# Weights travel over `fsdp`, and activations travel over `tp`. FSDP sends the same bytes for every
-# batch size. Tensor parallelism sends the same bytes for every hidden size. The best mesh therefore
-# depends on the sizes. These are the bytes of the layers' forward pass:
+# Weights travel over `fsdp`, and activations travel over `tp`. FSDP sends the same bytes for
+# every batch size. Tensor parallelism sends the same bytes for every hidden size. So large
+# batches favour `fsdp`, and wide hidden layers favour `tp`. These are the bytes of the layers'
+# forward pass:
 
 # %%
 x = params["embed"][batch[0]]
@@ -283,11 +285,13 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
+# Here `fsdp=4,tp=2` sends the fewest bytes. This notebook goes on with `fsdp=2,tp=4`.
+#
 # ## 5. Without a stack of layers
 #
-# A layer can gather its own weights over `fsdp`. Give it `fsdp_axis=` and the dimension that `fsdp`
-# shards. With an explicit mode, such as `Axis("fsdp", mode="bidirectional")`, the blocks of a
-# weight travel while their matmul computes.
+# If layers are not stacked, each can gather its own weights over `fsdp`. Give it `fsdp_axis=` and
+# the dimension that `fsdp` shards. With a mode that you name, such as
+# `Axis("fsdp", mode="bidirectional")`, the blocks of a weight travel while their matmul computes.
 
 # %%
 layer = {name: params["layers"][name][0] for name in ("up", "down")}
@@ -350,8 +354,8 @@ plt.show()
 # - Use specs with both axes, put the tensor-parallel block into `fsdp_scan`, and give both axes to
 #   `mean_value_and_grad`.
 # - Weights travel over `fsdp`, activations over `tp`. Count both before you choose the sizes.
-# - Put `tp` last in the mesh. It has the most traffic, and the last axis gets the nearest
-#   neighbours.
+# - Put `tp` last in the mesh. Its devices are then direct neighbours. A layer waits for its
+#   activations, and weights can be gathered earlier.
 #
 # Next: [experts](09_expert_dispatch.ipynb). [Layouts](13_layouts.ipynb) state all specs of a model
 # once.
