@@ -64,8 +64,9 @@ assert dict(mesh.shape) == {"dp": 2, "tp": 4}
 # ## 2. Specs: who has which block
 #
 # `P("dp", "tp")` shards rows over `dp` and columns over `tp`. A dimension without a name is not
-# sharded. An axis that the spec does not name holds copies. Several axes may shard one dimension,
-# and their order matters. In the pictures each rectangle is a block, with the devices that hold it.
+# sharded. Devices along an axis that the spec does not name hold copies. Several axes may shard one
+# dimension, and their order matters. In the pictures each rectangle is a block, with the devices
+# that hold it.
 
 # %%
 ROWS, COLUMNS = 8, 16
@@ -113,11 +114,11 @@ plt.show()
 #
 # ## 3. Three kinds of axes
 #
-# Who decides where an intermediate result lies?
+# Who chooses the sharding of an intermediate result?
 #
 # - **auto**: the compiler. You place the arguments, and the compiler inserts collectives.
-# - **explicit**: the types. Each array's type has its sharding. If a result could lie in two ways,
-#   JAX raises an error and you choose.
+# - **explicit**: the types. An array's type has its sharding. If two shardings are possible for a
+#   result, JAX raises an error and you choose.
 # - **manual**: you. Inside `jax.shard_map` an array is the local block. Nothing travels unless you
 #   write a collective.
 
@@ -154,12 +155,12 @@ np.testing.assert_allclose(y, x @ w)
 
 # %%
 def local_matmul(x, w):  # x: f32[m/2, k/4], w: f32[k/4, n]
-    print("x:      ", jax.typeof(x))
-    print("w:      ", jax.typeof(w))
+    print("x:          ", jax.typeof(x))
+    print("w:          ", jax.typeof(w))
     partial_sum = x @ w  # f32[m/2, n]
-    print("partial sum: ", jax.typeof(partial_sum))
+    print("partial sum:", jax.typeof(partial_sum))
     total = lax.psum(partial_sum, "tp")  # f32[m/2, n]
-    print("total:  ", jax.typeof(total))
+    print("total:      ", jax.typeof(total))
     return total
 
 
@@ -184,7 +185,7 @@ try:
     jax.jit(forgotten)(x, w)
 except ValueError as error:
     caught = str(error)
-print("\n".join(caught.splitlines()[4:5]))
+print(caught.splitlines()[4])
 assert "replicated across mesh axis 'tp'" in caught
 
 # %% [markdown]
@@ -224,21 +225,21 @@ assert gradient == x.sum()
 # %% [markdown]
 # ## 5. An axis that stays with the compiler
 #
-# `axis_names` makes some axes manual and leaves the others unchanged. Here `tp` is manual, and the
-# compiler shards rows over `dp`. Local shapes therefore have all eight rows. The function combines
-# a matmul with a `psum_scatter` of its partial sums over columns ([notebook
+# `axis_names` makes some axes manual and leaves the others to the compiler. Here `tp` is manual,
+# and the compiler shards rows over `dp`. Local shapes therefore have all eight rows. The function
+# combines a matmul with a `psum_scatter` of its partial sums over columns ([notebook
 # 4](04_overlapped_matmuls.ipynb)).
 
 
 # %%
-def partly(x, w):  # x: f32[m, k/4], w: f32[k/4, n]
+def local_matmul_scatter(x, w):  # x: f32[m, k/4], w: f32[k/4, n]
     assert x.shape == (ROWS, COLUMNS // 4)
     return jaxpar.matmul_reduce_scatter(x, w, "tp", dim=1)  # f32[m, n/4]
 
 
 placed = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
 program = jax.shard_map(
-    partly,
+    local_matmul_scatter,
     mesh=mesh,
     in_specs=(P(None, "tp"), P("tp")),
     out_specs=P(None, "tp"),
@@ -275,7 +276,7 @@ np.testing.assert_array_equal(rows, columns)
 # - A mesh names devices, and a spec names the axes that shard each dimension. The order of several
 #   axes matters.
 # - Auto: the compiler decides. Explicit: types decide, and ask. Manual: you decide.
-# - Inside `jax.shard_map`, look at `{V:...}`. It shows which axes a value differs over, and so
-#   which `out_specs` it can leave through. Leave `check_vma` on.
+# - Inside `jax.shard_map`, look at `{V:...}`. It shows the axes over which a value differs.
+#   `out_specs` must name these axes. Leave `check_vma` on.
 #
 # Next: [collectives and their cost](02_collectives.ipynb).

@@ -45,7 +45,6 @@ from jaxpar.schedule import target
 from jaxpar.testing import count_collectives
 
 mesh = jaxpar.make_mesh("x=8")
-N = 8
 
 # %% [markdown]
 # ## 1. Before and after each collective
@@ -57,7 +56,8 @@ N = 8
 four = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
 
 
-def run(local, before):  # before: [4 devices, blocks]
+def after(local, before):  # before: [4 devices, blocks]
+    """Returns the blocks of each device after a collective."""
     program = jax.shard_map(local, mesh=four, in_specs=P("x"), out_specs=P("x"))
     return np.asarray(jax.jit(program)(before.reshape(-1))).reshape(4, -1)
 
@@ -90,16 +90,16 @@ CASES = [
     ("all-to-all", exchange, all_four),
     ("shift (permute)", shift, one),
 ]
-np.testing.assert_array_equal(run(exchange, all_four), all_four.T)
-np.testing.assert_array_equal(run(scatter, all_four)[:, 0], all_four.sum(axis=0))
-np.testing.assert_array_equal(run(shift, one)[:, 0], [3, 0, 1, 2])
+np.testing.assert_array_equal(after(exchange, all_four), all_four.T)
+np.testing.assert_array_equal(after(scatter, all_four)[:, 0], all_four.sum(axis=0))
+np.testing.assert_array_equal(after(shift, one)[:, 0], [3, 0, 1, 2])
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 PALETTE = plt.get_cmap("Set2").colors
 
 
 def show(panel, blocks, before, title):
-    """Blocks in the colour of the device that had them; sums are grey."""
+    """Draws blocks in the colour of the device that had them; sums are grey."""
     for (device, row), value in np.ndenumerate(blocks):
         corner = (device - 0.45, row - 0.45)
         colour = PALETTE[np.argwhere(before == value)[0][0]] if value in before else "0.88"
@@ -114,7 +114,7 @@ def show(panel, blocks, before, title):
 figure, panels = plt.subplots(2, len(CASES), figsize=(10, 4.2))
 for column, (name, local, before) in zip(panels.T, CASES, strict=True):
     show(column[0], before, before, f"{name}\nbefore")
-    show(column[1], run(local, before), before, "after")
+    show(column[1], after(local, before), before, "after")
 figure.supxlabel("device")
 bars = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in (*PALETTE[:4], "0.88")]
 names = [*(f"from device {device}" for device in range(4)), "a sum"]
@@ -143,14 +143,15 @@ plt.show()
 
 # %%
 B = 8 * 1024 * 4  # bytes
-shard, whole = jnp.ones(B // 4), jnp.ones((N * B) // 4)  # a global array: f32, n blocks of each
+# Global arrays of f32: in `sharded` each device has B / 8 bytes, in `sums` each device has B bytes.
+sharded, sums = jnp.ones(B // 4), jnp.ones(8 * B // 4)
 
 PROGRAMS = {
-    "all-gather": (gather, shard, P("x")),
-    "reduce-scatter": (scatter, whole, P("x")),
-    "all-reduce": (lambda x: lax.psum(x, "x"), whole, P()),
-    "all-to-all": (exchange, shard, P("x")),
-    "permute": (shift, shard, P("x")),
+    "all-gather": (gather, sharded, P("x")),
+    "reduce-scatter": (scatter, sums, P("x")),
+    "all-reduce": (lambda x: lax.psum(x, "x"), sums, P()),
+    "all-to-all": (exchange, sharded, P("x")),
+    "permute": (shift, sharded, P("x")),
 }
 EXPECTED = {
     "all-gather": B * 7 // 8,
@@ -169,14 +170,14 @@ for name, (local, x, out) in PROGRAMS.items():
 # %% [markdown]
 # ## 3. Derivatives
 #
-# The derivative of a gather is a reduce-scatter, and the reverse. A value copied to all devices
-# receives the sum of their gradients. The derivative of an all-to-all or a shift is the reverse
-# transfer. A sum over devices gives all of them the same value. Its derivative is a copy, which
-# sends nothing:
+# The derivative of a gather is a reduce-scatter. The derivative of a reduce-scatter is a gather.
+# The derivative of an all-to-all or a shift is the reverse transfer. An all-reduce gives all
+# devices the same sum. Its derivative sends nothing, because every device has the sum's gradient
+# already:
 
 # %%
 for name, counts in counted.items():
-    print(f"{name:>15}: {dict(counts.forward)} -> {dict(counts.backward)}")
+    print(f"{name:>15}: forward {dict(counts.forward)}, backward {dict(counts.backward)}")
 assert counted["all-gather"].backward == {"psum_scatter": 1}
 assert counted["reduce-scatter"].backward == {"all_gather": 1}
 assert counted["all-reduce"].backward == {}
@@ -189,11 +190,11 @@ assert counted["all-reduce"].backward == {}
 # array.
 
 # %%
-whole_everywhere = jax.shard_map(
+gathered = jax.shard_map(
     lambda x: jaxpar.layers.gather_region(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
 )
-counts = count_collectives(whole_everywhere, shard)
-print(f"gather_region: {dict(counts.forward)} -> {dict(counts.backward)}")
+counts = count_collectives(gathered, sharded)
+print(f"gather_region: forward {dict(counts.forward)}, backward {dict(counts.backward)}")
 assert counts.backward_bytes == 0
 
 # %% [markdown]
@@ -201,7 +202,7 @@ assert counts.backward_bytes == 0
 #
 # A sequence is sharded over devices. Attention needs full sequences, but only of some heads. An
 # all-to-all splits the heads and joins the positions. It sends less than one block. A gather would
-# send seven.
+# send seven blocks.
 
 
 # %%
@@ -226,7 +227,8 @@ np.testing.assert_allclose(jax.jit(attention)(q, k, v), expected, rtol=1e-4, ato
 
 counts = count_collectives(attention, q, k, v)
 block = q.nbytes // 8
-print(f"{dict(counts.forward)}, {counts.forward_bytes} bytes; gathering k and v: {2 * 7 * block}")
+print(f"all-to-alls: {counts.forward['all_to_all']}, {counts.forward_bytes} bytes")
+print(f"gathers of k and v: {2 * 7 * block} bytes")
 assert counts.forward_bytes == 4 * 7 / 8 * block
 
 # %% [markdown]
@@ -247,23 +249,25 @@ assert counts.forward_bytes == 4 * 7 / 8 * block
 
 
 # %%
-def ratio_of(name, columns):
-    """Returns how often the matmul's time covers the time of its transfer."""
+def compute_over_send(name, columns):
+    """Returns the time of the matmul, divided by the time of its transfer."""
     chip = target(name).chip
     compute = 2 * columns / chip.flops  # seconds for one number of the gathered rows
     send = 2 / (2 * chip.link)  # seconds for its two bytes over both links of a ring
     return compute / send
 
 
-enough = {name: 1 / ratio_of(name, 1) for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4")}
-for name, columns in enough.items():
-    print(f"{name}: a transfer of bfloat16 hides behind {columns:.0f} local columns or more")
+needed = {}  # columns, by chips
+for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"):
+    needed[name] = 1 / compute_over_send(name, 1)
+    print(f"{name}: a transfer of bfloat16 hides behind {needed[name]:.0f} local columns or more")
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(5.6, 3))
-for colour, (name, found) in zip(PALETTE, enough.items(), strict=False):
-    columns, label = np.geomspace(128, 32768, 100), f"{name.split(':')[0]}: {found:.0f}"
-    panel.loglog(columns, ratio_of(name, columns), color=colour, label=label)
+columns = np.geomspace(128, 32768, 100)
+for colour, (name, found) in zip(PALETTE, needed.items(), strict=False):
+    label = f"{name.split(':')[0]}: {found:.0f}"
+    panel.loglog(columns, compute_over_send(name, columns), color=colour, label=label)
 panel.axhline(1, color="0.4", lw=0.8, ls=":")
 panel.set(xlabel="local columns", ylabel="compute / send")
 panel.legend(frameon=False, fontsize=8, title="columns that suffice", title_fontsize=8)

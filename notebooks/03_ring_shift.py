@@ -50,7 +50,8 @@ PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
 # ## 1. One axis
 #
 # `ring_shift(x, axis, offset=1)` gives device `i` the block of device `i - offset`. Below, each
-# device sends its block's *number*, and the picture shows who holds which. Colours are blocks.
+# device sends its own number. The picture shows the number that each device receives. Each number
+# has its colour.
 
 
 # %%
@@ -92,12 +93,12 @@ plt.show()
 # %%
 def gather(x):  # x: f32[m/8, k]
     i, rows = lax.axis_index("x"), x.shape[0]
-    whole = lax.pcast(jnp.zeros((8 * rows, x.shape[1])), "x", to="varying")  # f32[m, k]
+    full = lax.pcast(jnp.zeros((8 * rows, x.shape[1])), "x", to="varying")  # f32[m, k]
     for s in range(8):
-        whole = lax.dynamic_update_slice_in_dim(whole, x, (i - s) % 8 * rows, 0)
+        full = lax.dynamic_update_slice_in_dim(full, x, (i - s) % 8 * rows, 0)
         if s < 7:
             x = jaxpar.ring_shift(x, "x")
-    return whole
+    return full
 
 
 # %% [markdown]
@@ -122,23 +123,25 @@ x = jax.random.normal(jax.random.key(0), (64, 8))
 
 
 def compare(ours, theirs):
-    both = [
-        jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x")) for fn in (ours, theirs)
-    ]
-    np.testing.assert_allclose(*(jax.jit(fn)(x) for fn in both), rtol=1e-5, atol=1e-5)
-    counts = [count_collectives(fn, x) for fn in both]
-    for count in counts:
-        print(f"{dict(count.forward)}: {count.forward_bytes} bytes")
-    assert counts[0].forward_bytes == counts[1].forward_bytes
+    """Checks that two local functions give the same result and send the same bytes."""
+    results, sent = [], []
+    for local in (ours, theirs):
+        program = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        results.append(jax.jit(program)(x))
+        counts = count_collectives(program, x)
+        sent.append(counts.forward_bytes)
+        print(f"{dict(counts.forward)}: {counts.forward_bytes} bytes")
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
+    assert sent[0] == sent[1]
 
 
 compare(gather, lambda x: lax.all_gather(x, "x", tiled=True))
 compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 
 # %% [markdown]
-# Both send the same bytes as `lax`. The gain is seven places for other work between the shifts.
-# jaxpar provides them as `all_gather`, `reduce_scatter` and `all_reduce`. They run in one direction
-# or in both, over any axes. Their derivatives save nothing for the backward pass.
+# Both send the same bytes as `lax`. But seven shifts leave room for other work between them. jaxpar
+# has such collectives as `all_gather`, `reduce_scatter` and `all_reduce`. They run in one direction
+# or in both, over any axes. They save nothing for the backward pass.
 #
 # ## 3. Several axes and their order
 #
@@ -152,7 +155,7 @@ ORDERS = (("x", "y"), ("y", "x"))
 
 
 def on_grid(local):
-    """Runs `local`, without arguments, and shows its scalar result where each device stands."""
+    """Runs `local()` on every device; returns its scalar results as the grid of devices."""
 
     def cell():
         return local()[None, None]  # i32[1, 1]
@@ -216,8 +219,8 @@ except (RuntimeError, ValueError) as error:
 # `P(("y", "x"))` and gather over `("y", "x")`. If the orders differ, nothing raises: all shapes
 # fit, and the rows are shuffled.
 #
-# A gathered result is equal on all devices, but JAX types the result of a ring as varying. It would
-# refuse `out_specs=P()`. The code stacks the copies and looks at one.
+# A gathered result is equal on all devices, but JAX types the result of a ring as varying, and
+# `out_specs=P()` would raise. The code therefore stacks all copies and takes the first.
 
 
 # %%
@@ -251,21 +254,23 @@ assert not np.allclose(shuffled, x @ w)
 
 
 # %%
-def links(order):
+def links_of_transfers(order):
+    """Returns the links between each device of a ring and the next one."""
     down, across = np.divmod(np.asarray(order), 4)
     return abs(down - np.roll(down, -1)) + abs(across - np.roll(across, -1))
 
 
 for axes in ORDERS:
-    print(axes, links(jaxpar.ring_order(grid, axes)))
+    print(f"{axes}: links of each transfer {links_of_transfers(jaxpar.ring_order(grid, axes))}")
 
 snake = [0, 1, 2, 3, 7, 6, 5, 4]
-print("out and back", links(snake))
-assert links(snake).max() == 1 < links(jaxpar.ring_order(grid, ("y", "x"))).max()
+print(f"out and back: links of each transfer {links_of_transfers(snake)}")
+assert links_of_transfers(snake).max() == 1
+assert links_of_transfers(jaxpar.ring_order(grid, ("y", "x"))).max() > 1
 
 # %% [markdown]
-# Neither order connects only neighbours. Another order does: along one row, and back along the
-# other.
+# In both orders some transfers need several links. Another order needs one link for each transfer:
+# along one row, and back along the other.
 #
 # On TPU, `jaxpar.ring_hops(mesh, axes)` counts with the chips' real coordinates and wrap-around
 # links. Check it before you use a ring over several axes. If it shows long hops, give `make_mesh`

@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 4. Overlapped matmuls
 #
-# An all-gather followed by a matmul takes two lines. The matmul waits for the whole transfer. This
-# notebook takes the two lines apart until the transfer overlaps with the arithmetic:
+# An all-gather followed by a matmul takes two lines. The matmul waits for the full transfer. This
+# notebook rewrites the two lines until the transfer overlaps with the arithmetic:
 #
 # 1. gather, then multiply
 # 2. the ring in one direction
@@ -27,8 +27,8 @@
 # 6. predicted timelines
 #
 # Everything runs on eight CPU devices in one process, which share a few cores. **Nothing overlaps
-# here, and nothing below measures speed.** What CPUs show exactly is the program: which blocks are
-# sent, how many bytes, in which order, and the memory in use.
+# here, and nothing below measures speed** ([notebook 15](15_processes.ipynb) does, over processes).
+# CPUs show the program exactly: its transfers, their bytes and order, and the memory in use.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -72,7 +72,7 @@ def naive(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
 
 
 def by_columns(fn):
-    """The global function: rows of x and columns of w over tp, columns of the result too."""
+    """Shards rows of x, columns of w and columns of the result over tp."""
     program = jax.shard_map(
         fn, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
     )
@@ -96,26 +96,30 @@ assert counts.forward == {"all_gather": 1}
 assert counts.forward_bytes == 7 * X_BLOCK
 
 # %% [markdown]
-# `written` shows the *order*. It walks over the jaxpr and prints one mark per operation: `G` an
-# all-gather, `S` a reduce-scatter, `#` a matmul. `>` is a block sent to the next device, `<` a
-# block sent to the previous one.
+# `marks_and_bytes` shows the *order* of a program. It walks over the jaxpr and returns one mark per
+# operation: `G` an all-gather, `S` a reduce-scatter, `#` a matmul. `>` is a block sent to the next
+# device, `<` a block sent to the previous one. It also returns the bytes sent in each direction.
 
 
 # %%
-def written(fn, *args):
-    """What one device does, in the order in which the program is written."""
+MARKS = {"all_gather": "G", "reduce_scatter": "S", "dot_general": "#"}
+
+
+def marks_and_bytes(fn, *args):
     marks, sent = [], Counter()
 
     def read(jaxpr):
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
+        for operation in jaxpr.eqns:
+            name = operation.primitive.name
             if name == "ppermute":
-                source, target = eqn.params["perm"][0]
-                marks.append(">" if (target - source) % 8 == 1 else "<")
-                sent[marks[-1]] += sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
-            elif name in ("all_gather", "reduce_scatter", "dot_general"):
-                marks.append({"all_gather": "G", "reduce_scatter": "S", "dot_general": "#"}[name])
-            for value in eqn.params.values():
+                source, target = operation.params["perm"][0]
+                direction = ">" if (target - source) % 8 == 1 else "<"
+                marks.append(direction)
+                for block in operation.invars:
+                    sent[direction] += block.aval.size * block.aval.dtype.itemsize
+            elif name in MARKS:
+                marks.append(MARKS[name])
+            for value in operation.params.values():  # the body of a jit or shard_map
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
                     read(inner)
@@ -124,8 +128,9 @@ def written(fn, *args):
     return " ".join(marks), dict(sent)
 
 
-print(written(by_columns(naive), x, w)[0])
-assert written(by_columns(naive), x, w)[0] == "G #"
+marks, _ = marks_and_bytes(by_columns(naive), x, w)
+print(marks)
+assert marks == "G #"
 
 # %% [markdown]
 # `G #`: the matmul needs all of its operand, so it waits for the last byte. First the matrix unit
@@ -137,13 +142,13 @@ MIB = 2**20
 
 
 def temporary_mib(fn, *args):
-    """Memory per device for everything that is neither an argument nor a result."""
+    """Returns the memory per device for values that are neither arguments nor results."""
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes / MIB
 
 
 memory = {"naive": temporary_mib(by_columns(naive), *BIG)}
-print(f"naive: {memory['naive']:.1f} MiB, of a shard of {2048 * 2048 * 4 / 8 / MIB:.0f} MiB")
-assert memory["naive"] >= 16  # all of x, on every device
+print(f"naive: {memory['naive']:.1f} MiB; the shard of x: {2048 * 2048 * 4 / 8 / MIB:.0f} MiB")
+assert memory["naive"] >= 16  # the full x, on every device
 
 # %% [markdown]
 # ## 2. The ring in one direction
@@ -154,29 +159,29 @@ assert memory["naive"] >= 16  # all of x, on every device
 # $$y = \begin{pmatrix} x_0 \\ \vdots \\ x_7 \end{pmatrix} w
 #     = \begin{pmatrix} x_0 w \\ \vdots \\ x_7 w \end{pmatrix}$$
 #
-# A device can therefore multiply the block that it holds while the next block travels. Arrange the
-# devices in a ring and send every block past all of them.
+# A device can therefore multiply one block while the next block travels. Arrange the devices in a
+# ring, and send every block from device to device.
 #
 # One primitive moves a block: `ring_shift(x, axis)` gives device `i` the block of device `i - 1`.
 
 
 # %%
-def arrival(number, offset=1):
-    """Shifts a global `number`, one entry a device, by `offset` devices."""
+def numbers_received(offset):
+    """Sends each device's number `offset` devices on; returns the number that each one receives."""
 
     def local(number):  # number: i32[1]
         return jaxpar.ring_shift(number, "tp", offset)
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))(number)
+    shift = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+    return np.asarray(shift(jnp.arange(8)))
 
 
-NUMBERS = jnp.arange(8)
-print(arrival(NUMBERS))
-assert arrival(NUMBERS).tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
+print(numbers_received(1))
+assert numbers_received(1).tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
 
 # %% [markdown]
-# After seven shifts every device has received every block. Below, each device sends its block's
-# *number* instead of the contents. Colours are blocks.
+# After seven shifts every device has received every block. The picture shows the number of the
+# block that each device has in each step. Each block has its colour.
 
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
@@ -191,7 +196,7 @@ def draw(rows, title, last_height=1):
     for row, top, height in zip(rows, tops, heights, strict=False):
         width = 1 / len(row)
         for part, numbers in enumerate(row):
-            for device, number in enumerate(np.asarray(numbers)):
+            for device, number in enumerate(numbers):
                 left, colour = device + part * width, PALETTE[number]
                 panel.add_patch(plt.Rectangle((left, top), width, height, fc=colour, ec="white"))
                 centre = (left + width / 2, top + height / 2)
@@ -207,16 +212,16 @@ def draw(rows, title, last_height=1):
 
 
 # %%
-one_way = [[arrival(NUMBERS, step)] for step in range(8)]
-draw(one_way, "one way: the block that each device multiplies")
+for step in range(8):
+    assert numbers_received(step).tolist() == [(i - step) % 8 for i in range(8)]
 
-for step, (row,) in enumerate(one_way):
-    assert row.tolist() == [(i - step) % 8 for i in range(8)]
+rows = [[numbers_received(step)] for step in range(8)]
+draw(rows, "one direction: the block that each device multiplies")
 
 # %% [markdown]
-# A diagonal follows one block. A column shows one device's work. In step `s` device `i` holds block
-# `(i - s) % 8`. A wrong formula still gives the right shapes, so a ring needs tests: see [the
-# notebook on testing](16_testing.ipynb).
+# A diagonal follows one block. A column shows one device's work. In step `s` device `i` has block
+# `(i - s) % 8`. A wrong formula still gives the right shapes, so a ring [needs
+# tests](16_testing.ipynb).
 
 
 # %%
@@ -226,8 +231,8 @@ def hand_ring(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
     y = lax.pcast(y, "tp", to="varying")  # each device will fill it differently
     for s in range(8):
         if s < 7:
-            coming = jaxpar.ring_shift(x, "tp")  # sent first, so that it travels ...
-        part = x @ w  # ... during this: f32[m/8, n/8]
+            coming = jaxpar.ring_shift(x, "tp")  # this transfer can overlap ...
+        part = x @ w  # ... with this matmul: f32[m/8, n/8]
         y = lax.dynamic_update_slice_in_dim(y, part, (i - s) % 8 * rows, 0)
         x = coming
     return y
@@ -235,10 +240,10 @@ def hand_ring(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
 
 np.testing.assert_allclose(by_columns(hand_ring)(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
-order, sent = written(by_columns(hand_ring), x, w)
-print(order)
-print(sent)
-assert order == "> # > # > # > # > # > # > # #"
+marks, sent = marks_and_bytes(by_columns(hand_ring), x, w)
+print(marks)
+print("bytes sent:", sent)
+assert marks == "> # > # > # > # > # > # > # #"
 assert sent == {">": 7 * X_BLOCK}  # exactly the all-gather's bytes
 
 # %% [markdown]
@@ -264,12 +269,13 @@ def with_mode(mode):
     return by_columns(lambda x, w: jaxpar.all_gather_matmul(x, w, "tp", mode=mode))
 
 
+found = {}
 for mode in ("naive", "unidirectional", "auto"):
-    order, sent = written(with_mode(mode), x, w)
-    print(f"{mode:>14}: {order}   {sent or ''}")
+    found[mode] = marks_and_bytes(with_mode(mode), x, w)
+    print(f"{mode:>14}: {found[mode][0]}")
 
-assert written(with_mode("unidirectional"), x, w) == written(by_columns(hand_ring), x, w)
-assert written(with_mode("auto"), x, w) == written(with_mode("naive"), x, w)
+assert found["unidirectional"] == marks_and_bytes(by_columns(hand_ring), x, w)
+assert found["auto"] == found["naive"]
 
 # %% [markdown]
 # Two variants are common:
@@ -289,13 +295,13 @@ def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gather="rhs" along its dimens
     return jaxpar.all_gather_matmul(x, w, "tp", gather="rhs", dim=0, mode="unidirectional")
 
 
-order, sent = written(by_columns(qkv), x, w)
-print("qkv: ", order, sent)
+marks, sent = marks_and_bytes(by_columns(qkv), x, w)
+print(f"qkv:  {marks}, bytes sent: {sent}")
 assert sent == {">": 7 * X_BLOCK}  # once, not three times
 
 fsdp = jax.jit(jax.shard_map(fsdp, mesh=mesh, in_specs=(P("tp"), P("tp")), out_specs=P("tp")))
-order, sent = written(fsdp, x, w)
-print("fsdp:", order, sent)
+marks, sent = marks_and_bytes(fsdp, x, w)
+print(f"fsdp: {marks}, bytes sent: {sent}")
 assert sent == {">": 7 * W_BLOCK}
 np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
@@ -311,31 +317,33 @@ np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 # from each side. Each direction then carries exactly three and a half blocks.
 
 # %%
-both_ways = [[NUMBERS]]  # step 0: the local block
+rows = [[numbers_received(0)]]  # step 0: the local block
 for step in (1, 2, 3, 4):
-    both_ways.append([arrival(NUMBERS, step), arrival(NUMBERS, -step)])
-draw(both_ways, "both ways: arrived from the left | from the right", last_height=0.5)
+    rows.append([numbers_received(step), numbers_received(-step)])
+draw(rows, "both directions: received from the left | from the right", last_height=0.5)
 
-assert both_ways[4][0].tolist() == both_ways[4][1].tolist() == [(i + 4) % 8 for i in range(8)]
+opposite = [(i + 4) % 8 for i in range(8)]
+assert numbers_received(4).tolist() == numbers_received(-4).tolist() == opposite
 
 # %% [markdown]
 # The last row is half as high because it carries half as much: both parts of a cell are halves of
 # one block. The marks and the bytes per direction say the same:
 
 # %%
-order, sent = written(with_mode("bidirectional"), x, w)
-print(order)
-print({direction: f"{bytes_ / X_BLOCK} blocks" for direction, bytes_ in sent.items()})
+marks, sent = marks_and_bytes(with_mode("bidirectional"), x, w)
+print(marks)
+for direction, sent_bytes in sent.items():
+    print(f"{direction} {sent_bytes / X_BLOCK} blocks")
 
-assert order == "> < # > < # # > < # # > < # # #"
+assert marks == "> < # > < # # > < # # > < # # #"
 assert sent == {">": 3.5 * X_BLOCK, "<": 3.5 * X_BLOCK}
 np.testing.assert_allclose(with_mode("bidirectional")(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The ring still computes eight full matmuls of `f32[m/8, k] @ f32[k, n/8]`. The last one takes the
-# rejoined opposite block. Cutting every block in two would balance the links as well, but it needs
-# sixteen matmuls of half the size, which can fill a matrix unit badly. A ring of odd size has no
-# opposite block and no halves.
+# The ring still computes eight full matmuls of `f32[m/8, k] @ f32[k, n/8]`. The last matmul uses
+# the rejoined opposite block. Cutting every block in two would balance the links as well, but it
+# needs sixteen matmuls of half the size, which can be slower. A ring of odd size has no opposite
+# block and no halves.
 #
 # The next picture is a *model*. A matmul takes 1, and a block takes 1.5 over one direction of a
 # link. A step lasts as long as the longer of its computation and its transfer. The all-gather uses
@@ -346,17 +354,14 @@ MATMUL, TRANSFER = 1.0, 1.5
 # Each step: (blocks per direction sent during it, matmuls done during it).
 schedules = {
     "gather, then multiply": [(3.5, 0), (0, 8)],
-    "one way": [(1, 1)] * 7 + [(0, 1)],
-    "both ways": [(1, 1), (1, 2), (1, 2), (0.5, 2), (0, 1)],
+    "one direction": [(1, 1)] * 7 + [(0, 1)],
+    "both directions": [(1, 1), (1, 2), (1, 2), (0.5, 2), (0, 1)],
 }
-
-
-def total_of(steps):
-    return sum(max(blocks * TRANSFER, matmuls * MATMUL) for blocks, matmuls in steps)
-
-
-totals = {name: total_of(steps) for name, steps in schedules.items()}
-assert totals == {"gather, then multiply": 13.25, "one way": 11.5, "both ways": 8.5}
+totals = {}
+for name, steps in schedules.items():
+    totals[name] = sum(max(blocks * TRANSFER, matmuls * MATMUL) for blocks, matmuls in steps)
+print(totals)
+assert totals == {"gather, then multiply": 13.25, "one direction": 11.5, "both directions": 8.5}
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panel = plt.subplots(figsize=(7, 2.2))
@@ -378,22 +383,21 @@ figure.tight_layout(rect=(0, 0, 1, 0.92))
 plt.show()
 
 # %% [markdown]
-# The arithmetic alone takes eight. If a transfer took at most 1, the ring in one direction would
-# reach eight too. Behind a switch (NVLink) the second direction gains nothing, because one
-# direction already fills the port. On CPU devices a transfer is a copy on the same cores, and no
-# ring gains.
+# The arithmetic alone takes 8. If a transfer took at most 1, the ring in one direction would take 8
+# too. Behind a switch (NVLink) the second direction gains nothing, because one direction already
+# uses the full bandwidth of the port.
 #
-# Memory is exact on CPU. Neither ring ever holds all of `x`.
+# Memory is exact on CPU. Neither ring ever holds the full `x`.
 
 # %%
 memory["hand-written ring"] = temporary_mib(by_columns(hand_ring), *BIG)
-memory["one way"] = temporary_mib(with_mode("unidirectional"), *BIG)
-memory["both ways"] = temporary_mib(with_mode("bidirectional"), *BIG)
+memory["one direction"] = temporary_mib(with_mode("unidirectional"), *BIG)
+memory["both directions"] = temporary_mib(with_mode("bidirectional"), *BIG)
 for name, mib in memory.items():
     print(f"{name:>18}: {mib:4.1f} MiB")
 
-assert memory["one way"] < memory["naive"] / 2
-assert memory["both ways"] < memory["naive"] / 2
+assert memory["one direction"] < memory["naive"] / 2
+assert memory["both directions"] < memory["naive"] / 2
 
 # %% [markdown]
 # ## 4. The mirror image: multiply, then reduce-scatter
@@ -410,10 +414,10 @@ def naive_scatter(y, v):  # y: f32[m, n/8], v: f32[n/8, k]
 
 
 # %% [markdown]
-# In the gather, blocks travelled and results stayed. In the scatter, partial sums travel towards
-# their owner. Each device adds one product to the sum, and computes that product while the sum
-# travels. A sum that moves by +1 starts at the device after its owner. In step `s`, device `i`
-# holds the sum that belongs to `(i - 1 - s) % 8`.
+# In the gather, blocks travel. In the scatter, partial sums travel towards their owner. Each device
+# adds one product to a sum, and computes this product while the sum travels. A sum that moves by +1
+# starts at the device after its owner. In step `s`, device `i` adds to the sum of device
+# `(i - 1 - s) % 8`.
 
 
 # %%
@@ -425,13 +429,13 @@ def hand_scatter(y, v):  # y: f32[m, n/8], v: f32[n/8, k]
 
     total = product((i - 1) % 8)  # total: f32[m/8, k]
     for s in range(1, 8):
-        coming = jaxpar.ring_shift(total, "tp")  # travels ...
-        total = coming + product((i - 1 - s) % 8)  # ... during this product
+        coming = jaxpar.ring_shift(total, "tp")  # this transfer can overlap ...
+        total = coming + product((i - 1 - s) % 8)  # ... with this product
     return total
 
 
 def by_rows(fn):
-    """The global function: columns of y and rows of v over tp, rows of the result."""
+    """Shards columns of y, rows of v and rows of the result over tp."""
     program = jax.shard_map(fn, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
     return jax.jit(program)
 
@@ -444,19 +448,19 @@ y, v = x @ w, w.T  # y: f32[m, n], v: f32[n, k]
 programs = {
     "naive": by_rows(naive_scatter),
     "hand-written": by_rows(hand_scatter),
-    "one way": scatter_with("unidirectional"),
-    "both ways": scatter_with("bidirectional"),
+    "one direction": scatter_with("unidirectional"),
+    "both directions": scatter_with("bidirectional"),
 }
 for name, program in programs.items():
-    order, sent = written(program, y, v)
-    print(f"{name:>12}: {order}   {sent or ''}")
+    marks, _ = marks_and_bytes(program, y, v)
+    print(f"{name:>15}: {marks}")
     np.testing.assert_allclose(program(y, v), y @ v, rtol=1e-3, atol=1e-3)
     assert count_collectives(program, y, v).forward_bytes == 7 * (m // 8 * k * 4)
 
 # %% [markdown]
-# The library's scatter moves its sums by -1: it is the gather in reverse. In both directions it
-# starts with the opposite block (cut in two on TPU) and ends with the local block. It sends the
-# bytes of the collective that it replaces.
+# The library's scatter moves its sums by -1, because it is the gather in reverse. In both
+# directions it starts with the opposite block (cut in two on TPU) and ends with the local block. It
+# sends as many bytes as the collective.
 #
 # The barrier matters even more here. A compiler likes to fuse the addition into the matmul. The
 # product then waits for the transfer that it should hide. jaxpar puts the barrier around `coming`
@@ -476,9 +480,9 @@ for wire in ("float32", "bfloat16"):
         )
     )
     error = np.abs(np.asarray(program(*halved), np.float64) - exact).max() / np.abs(exact).max()
-    bytes_ = count_collectives(program, *halved).forward_bytes
-    wires[wire] = bytes_, error
-    print(f"{wire:>8} on the wire: {bytes_} bytes, largest error {error:.4f} of the largest entry")
+    sent_bytes = count_collectives(program, *halved).forward_bytes
+    wires[wire] = sent_bytes, error
+    print(f"{wire:>8} sent: {sent_bytes} bytes, largest error {error:.4f} of the largest entry")
 
 assert wires["float32"][0] == 2 * wires["bfloat16"][0]
 assert wires["float32"][1] < wires["bfloat16"][1]
@@ -501,26 +505,26 @@ assert wires["float32"][1] < wires["bfloat16"][1]
 rings = {
     "naive": by_columns(naive),
     "hand-written ring": by_columns(hand_ring),
-    "one way": with_mode("unidirectional"),
-    "both ways": with_mode("bidirectional"),
+    "one direction": with_mode("unidirectional"),
+    "both directions": with_mode("bidirectional"),
 }
-kept = {}
+saved = {}
 for name, program in rings.items():
     counts = count_collectives(program, x, w)
-    kept[name] = counts.residual_bytes
-    print(f"{name:>18}: forward {dict(counts.forward)}, backward {dict(counts.backward)}")
-    print(f"{'':>20}keeps {kept[name]} bytes = {kept[name] / X_BLOCK:.2f} blocks of x")
+    saved[name] = counts.residual_bytes
+    print(f"{name}: forward {dict(counts.forward)}, backward {dict(counts.backward)},")
+    print(f"    {saved[name] / X_BLOCK:.2f} blocks of x saved for the backward pass")
 
-assert kept["naive"] == 8 * X_BLOCK + W_BLOCK  # the gathered x
-assert 8 * X_BLOCK < kept["hand-written ring"] < 10 * X_BLOCK  # every block that it received
-assert kept["one way"] == kept["both ways"] == X_BLOCK + W_BLOCK  # only the two shards
+assert saved["naive"] == 8 * X_BLOCK + W_BLOCK  # the gathered x
+assert 8 * X_BLOCK < saved["hand-written ring"] < 10 * X_BLOCK  # every received block
+assert saved["one direction"] == saved["both directions"] == X_BLOCK + W_BLOCK  # two shards
 
 # %% [markdown]
-# Autodiff saved it. Through the unrolled ring, autodiff saves the operand of all eight matmuls: 8
-# to 10 times the shard. The forward pass held only two blocks at a time, and that gain is lost.
+# Autodiff saved the gathered `x`. In the hand-written ring, it saves the operand of all eight
+# matmuls: 8 to 10 times the shard. The forward pass alone needs only two blocks at a time.
 #
-# Save only the shard instead, and gather again in the backward pass, during a matmul. As a
-# `custom_vjp` this is the two formulas above:
+# Instead, save only the shard, and gather again in the backward pass, during a matmul. The two
+# formulas above become a `custom_vjp`:
 
 
 # %%
@@ -558,9 +562,9 @@ print(theirs)
 assert ours == theirs
 
 # %% [markdown]
-# `all_gather_matmul` and `matmul_reduce_scatter` do this inside. The price is 14 sends in the
-# backward pass, where autodiff of the hand-written ring makes 7. It saves the memory of seven
-# blocks *per layer*, and the sends overlap with matmuls.
+# `all_gather_matmul` and `matmul_reduce_scatter` do this inside. Their backward pass has 14 sends,
+# and autodiff of the hand-written ring has 7. In exchange each *layer* saves seven blocks fewer,
+# and the sends overlap with matmuls.
 #
 # The derivative of a scatter is cheaper. Its cotangent is sharded, so *one* gather of the cotangent
 # feeds the gradients of both operands.
@@ -591,7 +595,7 @@ operands = (
 )
 
 
-def simulated(mode):
+def predicted_timeline(mode):
     def local(x, w):  # x: bf16[m/8, k], w: bf16[k, n/8]
         return jaxpar.all_gather_matmul(x, w, "tp", mode=mode)
 
@@ -599,8 +603,9 @@ def simulated(mode):
     return timeline(compile_for(program, chips, *operands))
 
 
-lines = {mode: simulated(mode) for mode in ("naive", "unidirectional", "bidirectional")}
-for mode, line in lines.items():
+lines = {}
+for mode in ("naive", "unidirectional", "bidirectional"):
+    lines[mode] = line = predicted_timeline(mode)
     print(f"{mode}: {1e3 * line.total:.2f} ms, {line.exposed / line.total:.0%} exposed")
 assert lines["bidirectional"].exposed < lines["unidirectional"].exposed < lines["naive"].exposed
 assert lines["bidirectional"].total < 0.8 * lines["naive"].total

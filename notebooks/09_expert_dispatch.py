@@ -113,53 +113,50 @@ for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scor
 
 # %%
 @jax.jit
-def reference(x, router, experts, kept=True):
-    """On one device; `kept` [64, 2] says which choices count."""
+def on_one_device(x, router, experts):
     routing = route(x @ router, TOP_K)
-    weights = jnp.where(kept, routing.weights, 0)
     one_hot = jax.nn.one_hot(routing.experts, EXPERTS)
-    weights = jnp.einsum("tk,tke->te", weights, one_hot)
+    weights = jnp.einsum("tk,tke->te", routing.weights, one_hot)
     hidden = jnp.einsum("td,edf->etf", x, experts.up)
     hidden = hidden * jax.nn.silu(jnp.einsum("td,edf->etf", x, experts.gate))
     return jnp.einsum("te,etf,efd->td", weights, hidden, experts.down)
 
 
-expected = reference(x, router, experts)
+expected = on_one_device(x, router, experts)
 
-# A sharded layer adds the same terms in another order: in up (or gate), in down, and over a
-# token's experts. A derivative has three more such sums.
+# A sharded layer rounds its sums in another order: three sums, and three more in a derivative.
 TOLERANCE = 6 * tolerance("float32", HIDDEN)
 
 
 def assert_close(found, wanted):
-    def check(found, wanted):
-        scale = np.max(np.abs(wanted))
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * scale)
-
-    jax.tree.map(check, found, wanted)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        atol = TOLERANCE * np.max(np.abs(want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
 # %% [markdown]
 # ## 2. The plan
 #
 # Each device has eight tokens and two experts: expert e is on device e // 2. A `RaggedDispatcher`
-# is built from the devices that each token needs. It makes a *plan* with one small all-gather.
-# Every device then knows all row counts, and so the offset of every row in every buffer.
+# takes the devices that each token needs, and makes a *plan* with one small all-gather. Every
+# device then knows all row counts, and the offset of every row in every buffer.
 #
-# The dispatcher can then send any pytree of rows. Here each token sends its own number, so we see
-# which tokens arrived.
+# The dispatcher can then send any pytree of rows. Here each token sends its own number, which shows
+# the tokens that arrived.
 
 # %%
 mesh = make_mesh("ep=8")
 
 
 def sharded(fn, out_specs=P("ep")):  # noqa: B008
-    """`fn` of tokens, the router and experts, these over the axis."""
-    specs = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": out_specs}
-    return jaxpar.jit(jax.shard_map(fn, mesh=mesh, **specs))
+    """Shards tokens and experts over `ep`, and replicates the router."""
+    in_specs = P("ep"), P(), P("ep")
+    return jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def numbers_that_arrive(capacity):
+    """Sends the number of each token; returns what each device received in `capacity` rows."""
+
     def plan(x, router, experts):
         chosen = route(x @ router, TOP_K).experts  # int32[t, k]
         dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis="ep")
@@ -196,7 +193,7 @@ assert not lost.any()
 # %%
 targets = routing.experts // LOCAL  # [64, 2]
 alone = [token for token, (a, b) in enumerate(targets) if a == b]
-print(f"{targets.size} choices, {sizes.sum()} rows, for tokens {alone} only one")
+print(f"{targets.size} choices, {sizes.sum()} rows; tokens with one device: {alone}")
 print(f"{sizes.sum() - sizes.trace()} rows travel; an all-gather sends {7 * DEVICES * TOKENS}")
 assert sizes.sum() == targets.size - len(alone)
 
@@ -270,10 +267,10 @@ for device in range(DEVICES):
 #
 # ## 3. Dispatch and combine by hand
 #
-# This is the layer in its parts. Each token travels with its experts and weights. The receiver
-# sorts the pairs of a row and a local expert by expert. `apply_experts` multiplies each group by
-# its own weights, and the pairs of a row are added. `combine` returns one row for each received row
-# and adds the rows of each token.
+# Each token travels with its experts and weights. The receiver makes a pair of each row and each
+# local expert that the row needs, and sorts the pairs by expert. `apply_experts` multiplies each
+# expert's group of pairs by its weights. The results of one row are added. `combine` sends each row
+# back and adds the rows of each token.
 
 
 # %%
@@ -299,9 +296,9 @@ def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
 assert_close(sharded(by_hand)(x, router, experts), expected)
 
 # %% [markdown]
-# Unwritten rows hold whatever was in memory. On CPU that is 0, which hides mistakes.
-# `poisoned_rows` fills them with NaN, which shows mistakes. Below, a device averages its received
-# rows in three ways.
+# Unwritten rows hold whatever was in memory. On CPU they are 0, which hides mistakes.
+# `poisoned_rows` fills them with NaN, which shows mistakes. Below, each device computes the mean of
+# its received rows three times. Only the mean with `jnp.where` is right.
 
 
 # %%
@@ -315,10 +312,10 @@ def means(x, router, experts):
     return jnp.stack([unmasked, multiplied, masked])[None] / (valid.sum() * FEATURES)
 
 
-print("read as 0:", np.round(sharded(means)(x, router, experts)[0], 3))
+print("unwritten rows of 0:  ", np.round(sharded(means)(x, router, experts)[0], 3))
 with poisoned_rows():
     poisoned = sharded(means)(x, router, experts)
-    print("poisoned: ", np.round(poisoned[0], 3))
+    print("unwritten rows of NaN:", np.round(poisoned[0], 3))
     assert np.all(np.isnan(poisoned) == [True, True, False])
     assert_close(sharded(by_hand)(x, router, experts), expected)  # reads no unwritten row
 
@@ -326,7 +323,7 @@ with poisoned_rows():
 # ## In short
 #
 # - A plan is one small all-gather. After it every device knows all offsets.
-# - A token travels once to each distinct device, and one sum returns.
+# - A token travels once to each device that it needs, and one row returns.
 # - Unwritten rows hold anything. Mask them with `jnp.where`, and test inside `poisoned_rows()`.
 #
 # Next: [the layer](10_experts.ipynb) in one call.

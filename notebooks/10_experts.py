@@ -85,8 +85,8 @@ routing = jax.device_get(jax.jit(route, static_argnums=1)(x @ router, TOP_K))
 
 
 @jax.jit
-def reference(x, router, experts, kept=True):
-    """On one device; `kept` [64, 2] says which choices count."""
+def on_one_device(x, router, experts, kept=True):
+    """Computes the layer on one device; `kept` [64, 2] says which choices count."""
     routing = route(x @ router, TOP_K)
     weights = jnp.where(kept, routing.weights, 0)
     one_hot = jax.nn.one_hot(routing.experts, EXPERTS)
@@ -96,19 +96,16 @@ def reference(x, router, experts, kept=True):
     return jnp.einsum("te,etf,efd->td", weights, hidden, experts.down)
 
 
-expected = reference(x, router, experts)
+expected = on_one_device(x, router, experts)
 
-# A sharded layer adds the same terms in another order: in up (or gate), in down, and over a
-# token's experts. A derivative has three more such sums.
+# A sharded layer rounds its sums in another order: three sums, and three more in a derivative.
 TOLERANCE = 6 * tolerance("float32", HIDDEN)
 
 
 def assert_close(found, wanted):
-    def check(found, wanted):
-        scale = np.max(np.abs(wanted))
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * scale)
-
-    jax.tree.map(check, found, wanted)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        atol = TOLERANCE * np.max(np.abs(want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
 # %%
@@ -116,12 +113,14 @@ mesh = make_mesh("ep=8")
 
 
 def sharded(fn, out_specs=P("ep")):  # noqa: B008
-    """`fn` of tokens, the router and experts, these over the axis."""
-    specs = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": out_specs}
-    return jaxpar.jit(jax.shard_map(fn, mesh=mesh, **specs))
+    """Shards tokens and experts over `ep`, and replicates the router."""
+    in_specs = P("ep"), P(), P("ep")
+    return jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def numbers_that_arrive(capacity):
+    """Sends the number of each token; returns what each device received in `capacity` rows."""
+
     def plan(x, router, experts):
         chosen = route(x @ router, TOP_K).experts  # int32[t, k]
         dispatcher = RaggedDispatcher.from_target_device_ids(chosen // LOCAL, axis="ep")
@@ -168,31 +167,28 @@ def draw_buffers(panel, arrived, valid, title):
 # %%
 @cache  # compiled once for the same options
 def layer(**options):
-    def apply(x, router, experts):
-        options_ = {"axis": "ep", "top_k": TOP_K} | options
-        return routed_moe_layer(x, router, experts, **options_)
+    def local(x, router, experts):
+        return routed_moe_layer(x, router, experts, axis="ep", top_k=TOP_K, **options)
 
-    return sharded(apply, out_specs=(P("ep"), P()))
+    return sharded(local, out_specs=(P("ep"), P()))
 
 
 target = normal(*x.shape)
 
 
-def results_and_gradients(apply):
-    def loss(x, router, experts):
-        y, statistics = apply(x, router, experts)
-        return jnp.sum((y - target) ** 2), (y, statistics)
-
-    (_, results), grads = jaxpar.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
-        x, router, experts
-    )
-    return *results, grads
+def sharded_loss(x, router, experts):
+    y, _ = layer()(x, router, experts)
+    return jnp.sum((y - target) ** 2)
 
 
-found, dropless, grads = results_and_gradients(layer())
-_, _, wanted = results_and_gradients(lambda *args: (reference(*args), None))
+def loss_on_one_device(x, router, experts):
+    return jnp.sum((on_one_device(x, router, experts) - target) ** 2)
+
+
+found, dropless = layer()(x, router, experts)
 assert_close(found, expected)
-assert_close(grads, wanted)
+grads = jaxpar.jit(jax.grad(sharded_loss, argnums=(0, 1, 2)))(x, router, experts)
+assert_close(grads, jax.grad(loss_on_one_device, argnums=(0, 1, 2))(x, router, experts))
 
 print("tokens of each expert:", dropless.tokens_per_expert)
 print("dropped:", dropless.dropped, "overflow:", dropless.overflow)
@@ -203,12 +199,11 @@ print("dropped:", dropless.dropped, "overflow:", dropless.overflow)
 # exchange. All algorithms give the same result.
 
 # %%
-ways = {"auto": layer(), "all_gather": layer(dispatch="all_gather")}
-for way, apply in ways.items():
-    if way != "auto":  # compared above
-        assert_close(apply(x, router, experts)[0], expected)
-    counts = count_collectives(apply, x, router, experts, platform="tpu", grad=False)
-    print(f"{way:>10}: {dict(counts.forward)}")
+for dispatch in ("auto", "all_gather"):
+    program = layer(dispatch=dispatch)
+    assert_close(program(x, router, experts)[0], expected)
+    counts = count_collectives(program, x, router, experts, platform="tpu", grad=False)
+    print(f"{dispatch:>10}: {dict(counts.forward)}")
 
 # %% [markdown]
 # These are the collectives on TPU. CPU devices use dense all-to-alls instead of the ragged ones.
@@ -262,14 +257,15 @@ kept_by = {policy: kept_by_rule(capacity, policy) for policy in ("probability", 
 for policy, kept in kept_by.items():
     limited = layer(capacity_factor=FACTOR, capacity_policy=policy)
     found, statistics = limited(x, router, experts)
-    assert_close(found, reference(x, router, experts, kept))
+    assert_close(found, on_one_device(x, router, experts, kept))
     assert statistics.dropped == np.sum(~kept)
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panels = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
 for panel, (policy, kept) in zip(panels, kept_by.items(), strict=True):
-    draw_choices(panel, kept, f"kept by {policy}; {np.sum(~kept)} of {kept.size} lost")
-panels[1].set_xlabel("token; lines part devices")
+    title = f'capacity_policy="{policy}": {np.sum(~kept)} of {kept.size} choices dropped'
+    draw_choices(panel, kept, title)
+panels[1].set_xlabel("token; lines separate devices")
 figure.tight_layout()
 plt.show()
 
@@ -282,17 +278,15 @@ plt.show()
 #
 # ## 3. The layer with small buffers
 #
-# A capacity drops tokens per expert and per device, even if other devices left room.
-# `buffer_factor` sets no such limit. It sizes the receive buffers as a multiple of the rows of an
-# even load. Rows that do not fit are lost, and `statistics.overflow` counts them.
+# A capacity drops tokens per expert and per device, even if other devices send fewer.
+# `buffer_factor` limits only the rows of a receive buffer, to a multiple of an even load. Rows that
+# do not fit are lost. `statistics.overflow` counts them.
 
 # %%
-changed = {}
 for factor in (1.0, 1.5):
     found, statistics = layer(buffer_factor=factor)(x, router, experts)
     differs = np.max(np.abs(found - expected), axis=1) > TOLERANCE * np.max(np.abs(expected))
-    changed[factor] = np.flatnonzero(differs)
-    print(f"buffer_factor={factor}: {statistics.overflow} choices lost, {differs.sum()} tokens")
+    print(f"buffer_factor={factor}: {statistics.overflow} choices lost, of {differs.sum()} tokens")
     assert differs.sum() <= statistics.overflow
     assert statistics.dropped == 0
 
@@ -326,21 +320,20 @@ for name, value in dropless._asdict().items():
 # is `load_balance_loss`. This loss is a product of global means. The mean of the devices' own
 # losses is a different number: it asks each device to be balanced alone.
 
+
 # %%
-
-
 @jax.jit
-@jax.vmap
-def local_loss(logits):  # of one device's tokens
+@jax.vmap  # over devices
+def local_loss(logits):
     return load_balance_loss(route(logits, TOP_K))
 
 
 mean = np.mean(local_loss((x @ router).reshape(DEVICES, TOKENS, EXPERTS)))
-print(f"global {dropless.load_balance_loss:.2f}, mean of local ones {mean:.2f}")
+print(f"global {dropless.load_balance_loss:.2f}, mean of the local losses {mean:.2f}")
 assert mean > dropless.load_balance_loss
 
 # %% [markdown]
-# There are two ways to balance:
+# Two methods balance the load:
 #
 # - Add the loss, times a factor, to your loss. Its gradient changes the router.
 # - Add a bias to each expert's score when experts are chosen, but not to the weights.
@@ -353,8 +346,7 @@ assert mean > dropless.load_balance_loss
 
 # %%
 def objective(params, bias, factor, x, target):
-    options = {"axis": "ep", "top_k": TOP_K, "router_bias": bias}
-    y, statistics = routed_moe_layer(x, *params, **options)
+    y, statistics = routed_moe_layer(x, *params, axis="ep", top_k=TOP_K, router_bias=bias)
     error = mean_loss(jnp.sum((y - target) ** 2), y.size, "ep")
     return error + factor * statistics.load_balance_loss, (error, statistics)
 
@@ -379,9 +371,11 @@ def train(factor, rate):
 
 
 RUNS = {"neither": (0.0, 0.0), "loss": (0.3, 0.0), "bias": (0.0, 0.005)}
-trained = {name: jax.device_get(train(*settings)) for name, settings in RUNS.items()}
-ends = {name: history.largest_load[-1] for name, (_, history) in trained.items()}
-print({name: f"{load:.2f}" for name, load in ends.items()})
+trained, ends = {}, {}
+for name, (factor, rate) in RUNS.items():
+    errors, history = trained[name] = jax.device_get(train(factor, rate))
+    ends[name] = history.largest_load[-1]
+    print(f"{name:>7}: largest load {ends[name]:.2f} and error {errors[-1]:.3f} after 60 steps")
 assert max(ends["loss"], ends["bias"]) < ends["neither"]
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
@@ -451,7 +445,8 @@ for chunks in (1, 2):
 # ```
 #
 # It passes. With `chunks=1` it fails and names the transfers that the chip waits for. The number of
-# rows depends on data, so the check counts the most that the shapes allow. For your own estimate,
+# rows depends on data, so the check assumes the most rows that the shapes
+# allow. For your own estimate,
 # use `jaxpar.schedule.timeline(compile_for(...), assumed=Assumptions(sent_rows=...))`. For a
 # picture, use `jaxpar predict module:function --plot timeline.png`.
 #

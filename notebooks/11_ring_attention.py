@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 11. Ring attention
 #
-# Attention needs the full sequence, but the sequence does not fit on one device. Each device keeps
-# its queries. Keys and values travel around a ring, and the softmax is computed block by block.
+# Attention needs the full sequence, but the sequence does not fit on one device. Queries stay on
+# their device. Keys and values travel around a ring, and the softmax is computed block by block.
 #
 # 1. a softmax in blocks
 # 2. the ring by hand
@@ -48,14 +48,11 @@ from jaxpar.testing import count_collectives
 
 mesh = jaxpar.make_mesh("cp=8")  # context parallel
 BATCH, LENGTH, HEADS, SIZE = 2, 64, 4, 16
-q, k, v = (
-    jax.random.normal(key, (BATCH, LENGTH, HEADS, SIZE))
-    for key in jax.random.split(jax.random.key(0), 3)
-)
+q, k, v = jax.random.normal(jax.random.key(0), (3, BATCH, LENGTH, HEADS, SIZE))
 
 
-def whole(q, k, v, mask=True):
-    """Attention in one piece; `mask` [q, k] says which keys a query sees."""
+def attention_on_one_device(q, k, v, mask=True):
+    """Returns the attention of full arrays; `mask` [q, k] says which keys a query sees."""
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / SIZE**0.5
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhqk,bkhe->bqhe", weights, v)
@@ -71,8 +68,8 @@ def whole(q, k, v, mask=True):
 
 
 # %%
-def take_in(state, q, k, v):
-    """One more block of keys and values."""
+def add_block(state, q, k, v):
+    """Updates the three values with one more block of keys and values."""
     largest, total, out = state  # f32[b, h, q], the same, f32[b, q, h, e]
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / SIZE**0.5
     larger = jnp.maximum(largest, scores.max(axis=-1))
@@ -81,41 +78,44 @@ def take_in(state, q, k, v):
     return larger, total * old + new.sum(axis=-1), out
 
 
-def empty(q):
-    start = jnp.zeros_like(q[..., 0]).swapaxes(1, 2)  # f32[b, h, q]
-    return start - jnp.inf, start, jnp.zeros_like(q)
+def without_blocks(q):
+    zeros = jnp.zeros_like(q[..., 0]).swapaxes(1, 2)  # f32[b, h, q]
+    return zeros - jnp.inf, zeros, jnp.zeros_like(q)
 
 
-state = empty(q)
-for block in range(4):
-    keys = slice(16 * block, 16 * block + 16)
-    state = take_in(state, q, k[:, keys], v[:, keys])
-_, total, out = state
-np.testing.assert_allclose(
-    out / total.swapaxes(1, 2)[..., None], whole(q, k, v), rtol=1e-4, atol=1e-5
-)
-print("four blocks, one softmax")
-
-# %% [markdown]
-# ## 2. The ring by hand
-#
-# The blocks are now those of the other devices. The code requests the next block before it uses the
-# current one, so the transfer can overlap.
-
-
-# %%
-def by_hand(q, k, v):  # f32[b, s/8, h, e] each
-    state = empty(q)
-    for step in range(8):
-        if step < 7:
-            coming = jaxpar.ring_shift(k, "cp"), jaxpar.ring_shift(v, "cp")
-        state = take_in(state, q, k, v)
-        k, v = coming
+def divided(state):
     _, total, out = state
     return out / total.swapaxes(1, 2)[..., None]
 
 
-def on_devices(local):
+state = without_blocks(q)
+for block in range(4):
+    keys = slice(16 * block, 16 * block + 16)
+    state = add_block(state, q, k[:, keys], v[:, keys])
+
+expected = attention_on_one_device(q, k, v)
+np.testing.assert_allclose(divided(state), expected, rtol=1e-4, atol=1e-5)
+print("four blocks give the softmax of all keys")
+
+# %% [markdown]
+# ## 2. The ring by hand
+#
+# Now the blocks travel from device to device. The code sends a block before it uses it, so the
+# transfer can overlap with the computation.
+
+
+# %%
+def by_hand(q, k, v):  # f32[b, s/8, h, e] each
+    state = without_blocks(q)
+    for step in range(8):
+        if step < 7:
+            coming = jaxpar.ring_shift(k, "cp"), jaxpar.ring_shift(v, "cp")
+        state = add_block(state, q, k, v)
+        k, v = coming
+    return divided(state)
+
+
+def sharded(local):
     spec = P(None, "cp")
     return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
 
@@ -124,8 +124,8 @@ def check(found, wanted):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-check(jaxpar.jit(on_devices(by_hand))(q, k, v), whole(q, k, v))
-print(count_collectives(on_devices(by_hand), q, k, v))
+check(jaxpar.jit(sharded(by_hand))(q, k, v), expected)
+print(count_collectives(sharded(by_hand), q, k, v))
 
 # %% [markdown]
 # The result is right. But autodiff of an unrolled ring saves every received block and every score.
@@ -137,43 +137,50 @@ print(count_collectives(on_devices(by_hand), q, k, v))
 
 
 # %%
-def attend(q, k, v, **options):
-    options = {"causal": False} | options
-    return ring_attention(q, k, v, "cp", **options)
+def attend(q, k, v):
+    return ring_attention(q, k, v, "cp", causal=False)
 
 
-check(jaxpar.jit(on_devices(attend))(q, k, v), whole(q, k, v))
-kept = {}
+check(jaxpar.jit(sharded(attend))(q, k, v), expected)
+BLOCK = q.nbytes // 8  # bytes of one device's queries
+saved = {}
 for name, local in {"by hand": by_hand, "ring_attention": attend}.items():
-    kept[name] = count_collectives(on_devices(local), q, k, v).residual_bytes
-    print(f"{name:>14} keeps {kept[name] / q.nbytes * 8:5.1f} blocks")
-assert kept["ring_attention"] < kept["by hand"] / 4
+    saved[name] = count_collectives(sharded(local), q, k, v).residual_bytes
+    print(f"{name:>14}: {saved[name] / BLOCK:.1f} blocks saved for the backward pass")
+assert saved["ring_attention"] < saved["by hand"] / 4
 
 # %% [markdown]
 # ## 4. Causal attention and load balance: zigzag
 #
-# In causal attention a query sees only earlier positions. The device with the first positions has
+# In causal attention a query sees no later positions. The device with the first positions has
 # almost no work, and the device with the last positions has the most. In each step all devices wait
 # for the slowest. The *zigzag* order gives each device two chunks, one from the front and one from
-# the back. All devices then have the same work.
+# the back. All devices then have the same work. The picture shows the scores that each device
+# computes in each step.
 
 # %%
 order = np.asarray(zigzag_order(LENGTH, 8))  # the position at each place
 SEES = np.tri(LENGTH, dtype=bool)  # [q, k]
 
 
-def work(order):
-    """The scores that device i computes in step s, of [8, 8] squares of positions."""
-    blocks = order.reshape(8, -1)
-    return np.array(
-        [[SEES[np.ix_(blocks[i], blocks[(i - s) % 8])].sum() for i in range(8)] for s in range(8)]
-    )
+def scores_of_steps(order):
+    """Returns how many scores each device computes in each step: [step, device]."""
+    positions = order.reshape(8, -1)  # of each device
+    scores = np.zeros((8, 8), int)
+    for step in range(8):
+        for device in range(8):
+            queries, keys = positions[device], positions[(device - step) % 8]
+            scores[step, device] = SEES[np.ix_(queries, keys)].sum()
+    return scores
 
 
-computed = {"contiguous": work(np.arange(LENGTH)), "zigzag": work(order)}
+computed = {
+    "contiguous": scores_of_steps(np.arange(LENGTH)),
+    "zigzag": scores_of_steps(order),
+}
 for name, scores in computed.items():
     slowest = scores.max(axis=1).sum()
-    print(f"{name:>10}: the slowest devices of all steps compute {slowest} scores")
+    print(f"{name:>10}: the slowest device of each step, added up: {slowest} scores")
 assert computed["zigzag"].max(axis=1).sum() < computed["contiguous"].max(axis=1).sum() / 1.6
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
@@ -182,8 +189,8 @@ for panel, (name, scores) in zip(panels, computed.items(), strict=True):
     panel.imshow(scores, cmap="Blues", vmin=0, vmax=80)
     for (step, device), count in np.ndenumerate(scores):
         panel.text(device, step, count, ha="center", va="center", size=7)
-    time = scores.max(axis=1).sum()
-    panel.set(xlabel="device", ylabel="step", title=f"{name}: {time} of {scores.sum() // 8} needed")
+    slowest, mean = scores.max(axis=1).sum(), scores.sum() // 8
+    panel.set(xlabel="device", ylabel="step", title=f"{name}: slowest {slowest}, mean {mean}")
     panel.title.set_size(9)
 figure.tight_layout()
 plt.show()
@@ -195,12 +202,13 @@ plt.show()
 
 # %%
 back = np.argsort(order)
-causal = jaxpar.jit(on_devices(lambda q, k, v: attend(q, k, v, causal=True)))
-found = causal(q[:, order], k[:, order], v[:, order])[:, back]
-check(found, whole(q, k, v, SEES))
+zigzag = sharded(lambda q, k, v: ring_attention(q, k, v, "cp"))  # causal by default
+contiguous = sharded(lambda q, k, v: ring_attention(q, k, v, "cp", order="contiguous"))
+expected = attention_on_one_device(q, k, v, SEES)
 
-contiguous = on_devices(lambda q, k, v: attend(q, k, v, causal=True, order="contiguous"))
-check(jaxpar.jit(contiguous)(q, k, v), whole(q, k, v, SEES))
+found = jaxpar.jit(zigzag)(q[:, order], k[:, order], v[:, order])[:, back]
+check(found, expected)
+check(jaxpar.jit(contiguous)(q, k, v), expected)
 print("both orders agree with one device")
 
 # %% [markdown]
@@ -211,7 +219,7 @@ print("both orders agree with one device")
 
 # %%
 segments = np.repeat([0, 1, 2, 3], [10, 25, 5, 24])[None].repeat(BATCH, 0).astype(np.int32)
-alike = segments[0][:, None] == segments[0]
+same_document = segments[0][:, None] == segments[0]  # [q, k]
 
 packed = jax.shard_map(
     lambda q, k, v, segments: ring_attention(q, k, v, "cp", segments=segments),
@@ -219,9 +227,10 @@ packed = jax.shard_map(
     in_specs=(P(None, "cp"),) * 4,
     out_specs=P(None, "cp"),
 )
-found = jaxpar.jit(packed)(*(x[:, order] for x in (q, k, v, segments)))[:, back]
-check(found, whole(q, k, v, SEES & alike))
-print(f"{SEES.sum()} pairs of a query and a key, {(SEES & alike).sum()} within documents")
+in_zigzag = [x[:, order] for x in (q, k, v, segments)]
+found = jaxpar.jit(packed)(*in_zigzag)[:, back]
+check(found, attention_on_one_device(q, k, v, SEES & same_document))
+print(f"{SEES.sum()} pairs of a query and a key, {(SEES & same_document).sum()} within documents")
 
 # %% [markdown]
 # Gradients equal those of one device, too:
@@ -232,37 +241,45 @@ def loss(attention):
     return lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v)))
 
 
-ringed = on_devices(lambda q, k, v: attend(q, k, v, causal=True, order="contiguous"))
-wanted = jax.grad(loss(lambda q, k, v: whole(q, k, v, SEES)), argnums=(0, 1, 2))(q, k, v)
-found = jaxpar.jit(jax.grad(loss(ringed), argnums=(0, 1, 2)))(q, k, v)
+def causal(q, k, v):
+    return attention_on_one_device(q, k, v, SEES)
+
+
+wanted = jax.grad(loss(causal), argnums=(0, 1, 2))(q, k, v)
+found = jaxpar.jit(jax.grad(loss(contiguous), argnums=(0, 1, 2)))(q, k, v)
 for got, want in zip(found, wanted, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 # %% [markdown]
 # ## 6. Bytes sent and saved
 #
-# There are three ways to attend to a sharded sequence. A gather sends as much as the ring, and
-# holds all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, but needs
-# at least as many heads as devices.
+# There are three algorithms for a sharded sequence. A gather sends as much as the ring, and holds
+# all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, but needs at
+# least as many heads as devices.
 
 
 # %%
 def gathered(q, k, v):
     k, v = (lax.all_gather(x, "cp", axis=1, tiled=True) for x in (k, v))
-    return whole(q, k, v)
+    return attention_on_one_device(q, k, v)
 
 
-table = {"gather": gathered}
-for name, mode in (("ring, one way", "unidirectional"), ("ring, both ways", "bidirectional")):
-    ring = jaxpar.Axis("cp", mode=mode)
-    table[name] = lambda q, k, v, ring=ring: ring_attention(q, k, v, ring, causal=False)
-for name, local in table.items():
-    counts = count_collectives(on_devices(local), q, k, v)
-    block = q.nbytes / 8
-    print(
-        f"{name:>16}: forward {counts.forward_bytes / block:4.0f} blocks, backward "
-        f"{counts.backward_bytes / block:4.0f}, keeps {counts.residual_bytes / block:4.1f}"
-    )
+def ring_in_mode(mode):
+    axis = jaxpar.Axis("cp", mode=mode)
+    return lambda q, k, v: ring_attention(q, k, v, axis, causal=False)
+
+
+algorithms = {
+    "gather": gathered,
+    "ring, one direction": ring_in_mode("unidirectional"),
+    "ring, both directions": ring_in_mode("bidirectional"),
+}
+print(f"{'in blocks of q':>21}  sent forward  sent backward  saved for the backward pass")
+for name, local in algorithms.items():
+    counts = count_collectives(sharded(local), q, k, v)
+    forward, backward = counts.forward_bytes / BLOCK, counts.backward_bytes / BLOCK
+    saved = counts.residual_bytes / BLOCK
+    print(f"{name:>21}  {forward:12.0f}  {backward:13.0f}  {saved:27.1f}")
 
 # %% [markdown]
 # ## In short

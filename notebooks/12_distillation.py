@@ -16,15 +16,15 @@
 # %% [markdown]
 # # 12. Distillation on two meshes at once
 #
-# In distillation a small student learns the answers of a large teacher. The teacher only computes,
-# and the student trains. The two programs share only a batch and its logits. Each program gets half
-# of the devices and its own parallelism. JAX's asynchronous dispatch runs them at the same time.
+# In distillation a small model, the student, learns the answers of a large one, the teacher. Only
+# the student trains. The two programs share only a batch and its logits. Each program gets half of
+# the devices and its own parallelism. JAX's asynchronous dispatch runs them at the same time.
 #
 # 1. two meshes
 # 2. a teacher and a student
 # 3. from one mesh to the other
 # 4. a loop that waits, and a loop that does not
-# 5. evidence: a profile of both halves
+# 5. a profile of both
 #
 # Times on CPU devices are not those of accelerators. This notebook measures only *which work
 # overlaps*.
@@ -73,8 +73,7 @@ for name, mesh in zip(("teacher", "student"), meshes(jax.devices()), strict=True
 # %% [markdown]
 # ## 2. A teacher and a student
 #
-# These are two jitted functions of global arrays. Each is compiled for its own mesh and is
-# independent of the other.
+# These are two jitted functions of global arrays. Each is compiled for its own mesh.
 
 # %%
 ROWS, WIDTH, HIDDEN, CLASSES = 1024, 128, 512, 32
@@ -103,8 +102,8 @@ def specs_of(model):
     return {name: spec for name, (_, spec) in model.items()}
 
 
-def teach(mesh):
-    """The teacher's weights on its mesh, and the function that answers."""
+def make_teacher(mesh):
+    """Returns the teacher's weights on its mesh, and the function that computes its logits."""
 
     def local(w, x):  # x: f32[b/tp, d]; gate: f32[d, f/tp]
         for _ in range(4):
@@ -117,13 +116,13 @@ def teach(mesh):
     return weights, jaxpar.jit(answer, mesh=mesh)
 
 
-def study(mesh):
-    """The student's weights and optimizer state on its mesh, and a step of its training."""
+def make_student(mesh):
+    """Returns the student's weights and optimizer state on its mesh, and its training step."""
 
     def local(w, x, logits):  # x: f32[b/dp, d], logits: f32[b/dp, classes]
-        own = jax.nn.log_softmax(jax.nn.gelu(x @ w["up"]) @ w["down"])
-        wanted = jax.nn.log_softmax(logits)
-        return jnp.sum(jnp.exp(wanted) * (wanted - own)), x.shape[0]  # a divergence, its count
+        student = jax.nn.log_softmax(jax.nn.gelu(x @ w["up"]) @ w["down"])
+        teacher = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(teacher) * (teacher - student)), x.shape[0]  # divergence, count
 
     specs = specs_of(STUDENT)
     gradients = jax.shard_map(
@@ -151,11 +150,11 @@ def study(mesh):
 # %%
 batches = [normal(ROWS, WIDTH) * ROWS**0.5 for _ in range(8)]
 teacher_mesh, student_mesh = meshes(jax.devices())
-weights, answer = teach(teacher_mesh)
+weights, answer = make_teacher(teacher_mesh)
 logits = answer(weights, place(teacher_mesh, batches[0], P("tp")))
 moved = place(student_mesh, logits, P("dp"))
-print("teacher's:", logits.sharding.spec, sorted(device.id for device in logits.devices()))
-print("student's:", moved.sharding.spec, sorted(device.id for device in moved.devices()))
+for name, array in {"logits": logits, "moved": moved}.items():
+    print(f"{name}: {array.sharding.spec} on devices {sorted(d.id for d in array.devices())}")
 np.testing.assert_array_equal(moved, logits)
 
 w, x = {name: w for name, (w, _) in TEACHER.items()}, batches[0]
@@ -166,50 +165,54 @@ np.testing.assert_allclose(logits, x @ w["head"], rtol=1e-3, atol=1e-2)
 # %% [markdown]
 # ## 4. A loop that waits, and a loop that does not
 #
-# The first loop waits for each program before it continues. A `print(loss)` in a loop does the same
-# by accident. The second loop never waits. It starts the teacher's *next* answer before the student
+# The first loop waits for each program before it continues, because it reads each loss with
+# `float`. The second loop never waits. It starts the teacher's *next* answer before the student
 # learns from the last one. It stores losses as arrays and reads them at the end.
 
 
 # %%
 def distil(devices, wait):
-    """A function that trains the student, from the start each time, and returns its losses."""
+    """Returns a function that trains a new student and returns its losses."""
     teacher_mesh, student_mesh = meshes(devices)
-    teacher, answer = teach(teacher_mesh)
-    start, start_state, learn = study(student_mesh)
+    teacher, answer = make_teacher(teacher_mesh)
+    start, start_state, learn = make_student(student_mesh)
 
-    def ask(batch):
+    def logits_of(batch):
         return answer(teacher, place(teacher_mesh, batch, P("tp")))
+
+    def train_and_wait():
+        w, state, losses = start, start_state, []
+        for batch in batches:
+            logits = jax.block_until_ready(logits_of(batch))
+            x, targets = place(student_mesh, batch, P("dp")), place(student_mesh, logits, P("dp"))
+            w, state, loss = learn(w, state, x, targets)
+            losses.append(float(loss))  # waits for the student
+        return losses
 
     def train():
         w, state, losses = start, start_state, []
-        logits = ask(batches[0])
-        for batch, following in zip(batches, [*batches[1:], None], strict=True):
-            if wait:
-                jax.block_until_ready(logits)
-            x, wanted = (place(student_mesh, x, P("dp")) for x in (batch, logits))
-            if following is not None and not wait:
-                logits = ask(following)  # runs while the student learns
-            w, state, loss = learn(w, state, x, wanted)
-            if wait:
-                jax.block_until_ready(loss)
-            if following is not None and wait:
-                logits = ask(following)
+        logits = logits_of(batches[0])
+        for step, batch in enumerate(batches):
+            x, targets = place(student_mesh, batch, P("dp")), place(student_mesh, logits, P("dp"))
+            if step + 1 < len(batches):
+                logits = logits_of(batches[step + 1])  # the teacher runs while the student learns
+            w, state, loss = learn(w, state, x, targets)
             losses.append(loss)
         return [float(loss) for loss in losses]
 
-    return train
+    return train_and_wait if wait else train
 
 
-losses = {wait: distil(jax.devices(), wait)() for wait in (True, False)}
-print("waits:", " ".join(f"{loss:.2f}" for loss in losses[True]))
-print("never:", " ".join(f"{loss:.2f}" for loss in losses[False]))
-np.testing.assert_array_equal(losses[True], losses[False])
+losses_waiting = distil(jax.devices(), wait=True)()
+losses = distil(jax.devices(), wait=False)()
+print("with waiting:   ", " ".join(f"{loss:.2f}" for loss in losses_waiting))
+print("without waiting:", " ".join(f"{loss:.2f}" for loss in losses))
+np.testing.assert_array_equal(losses_waiting, losses)
 
 # %% [markdown]
 # The losses are bitwise equal. Each program ran on four devices.
 #
-# ## 5. Evidence
+# ## 5. A profile of both
 #
 # `jax.profiler.trace` records every operation of every device. `jax.profiler.ProfileData` reads the
 # record. JAX's CPU backend runs programs on *several* devices one at a time, whichever devices they
@@ -219,7 +222,7 @@ np.testing.assert_array_equal(losses[True], losses[False])
 
 # %%
 def profile(run):
-    """The operations of each device: (start, end) in seconds."""
+    """Runs a function; returns (start, end), in seconds, of each device's operations."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -239,23 +242,28 @@ def profile(run):
 
 
 two = jax.devices()[:2]
-loops = {"waits": distil(two, wait=True), "never waits": distil(two, wait=False)}
+loops = {"with waiting": distil(two, wait=True), "without waiting": distil(two, wait=False)}
 for loop in loops.values():
     loop()  # compiles
 profiles = {name: profile(loop) for name, loop in loops.items()}
 
+
 # %% tags=["varies"]
-last, both = {}, {}  # by profile: its length, and the share of it in which both are busy
+def busy_at(times, spans):
+    """Returns at which times a device computes."""
+    busy = np.zeros(len(times), bool)
+    for start, end in spans:
+        busy |= (start <= times) & (times < end)
+    return busy
+
+
+seconds, both_busy = {}, {}
 for name, spans in profiles.items():
-    last[name] = max(of_device[:, 1].max() for of_device in spans.values())
-    times = np.linspace(0, last[name], 5000)
-    busy = [
-        np.any([(start <= times) & (times < end) for start, end in spans[device]], axis=0)
-        for device in (0, 1)
-    ]
-    both[name] = np.mean(busy[0] & busy[1])
-    print(f"{name:>11}: both busy {both[name]:.0%} of the time")
-assert both["waits"] < 0.05 < both["never waits"]
+    seconds[name] = max(spans[0].max(), spans[1].max())
+    times = np.linspace(0, seconds[name], 5000)
+    both_busy[name] = np.mean(busy_at(times, spans[0]) & busy_at(times, spans[1]))
+    print(f"{name:>15}: both busy {both_busy[name]:.0%} of the time")
+assert both_busy["with waiting"] < 0.05 < both_busy["without waiting"]
 
 # %% jupyter={"source_hidden": true} tags=["drawing", "varies"]
 figure, panels = plt.subplots(2, 1, figsize=(8, 2.8), sharex=True)
@@ -264,7 +272,8 @@ for panel, (name, spans) in zip(panels, profiles.items(), strict=True):
         bars = [(1e3 * start, 1e3 * (end - start)) for start, end in spans[device]]
         panel.broken_barh(bars, (device - 0.4, 0.8), color=colour)
     panel.set_yticks((0, 1), ("teacher", "student"))
-    panel.set_title(f"{name}: {1e3 * last[name]:.0f} ms, both busy {both[name]:.0%} of it", size=9)
+    title = f"{name}: {1e3 * seconds[name]:.0f} ms, both busy {both_busy[name]:.0%} of it"
+    panel.set_title(title, size=9)
     panel.invert_yaxis()
     panel.spines[["top", "right"]].set_visible(False)
 panels[-1].set_xlabel("milliseconds")
@@ -272,9 +281,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In the first picture teacher and student alternate. In the second they run at the same time. These
+# In the first picture teacher and student alternate. In the second they run at the same time. CPU
 # devices share cores, so the second loop is hardly shorter. On separate chips the shorter program
-# costs no time.
+# adds no time.
 #
 # Choose the parts of the devices so that both programs take about the same time.
 # `make_mesh(..., devices=...)` takes any devices, and `jaxpar predict` predicts each time.
@@ -285,6 +294,6 @@ plt.show()
 # - `jax.device_put` to a sharding of the other mesh is asynchronous too.
 # - Dispatch the next step of one program before you wait for the other. Read no value within the
 #   loop.
-# - A profile shows which device was busy when.
+# - A profile shows when each device was busy.
 #
 # Next: [layouts](13_layouts.ipynb).
