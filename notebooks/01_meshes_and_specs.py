@@ -109,8 +109,8 @@ plt.show()
 
 # %% [markdown]
 # `P(("dp", "tp"))` and `P(("tp", "dp"))` both shard rows over eight devices, but device 1 gets
-# different rows. The shapes are equal. A program that mixes the two specs runs and gives wrong
-# results.
+# different rows. The shapes are equal. In `jax.shard_map`, a program that mixes the two specs
+# runs and gives wrong results.
 #
 # ## 3. Three kinds of axes
 #
@@ -148,9 +148,9 @@ np.testing.assert_allclose(y, x @ w)
 #
 # ## 4. Inside `jax.shard_map`
 #
-# This is the same matmul by hand. The function takes local blocks. `in_specs` split the arguments,
-# and `out_specs` join the results. Shapes inside are those of a block: 8 x 16 over 2 x 4 devices is
-# 4 x 4.
+# This is the same matmul by hand. The function takes local blocks. `in_specs` split the
+# arguments, and `out_specs` join the results. Shapes inside are those of a block: an 8 x 16 array
+# on 2 x 4 devices has blocks of 4 x 4.
 
 
 # %%
@@ -170,10 +170,11 @@ matmul = jax.shard_map(
 np.testing.assert_allclose(jax.jit(matmul)(x, w), x @ w)
 
 # %% [markdown]
-# After each shape the type shows the axes over which the value *varies*. `{V:(dp,tp)}` differs
-# between all devices, and `{V:tp}` differs only along `tp`. A product varies over every axis of its
-# operands. `psum` makes one value for all of `tp`, so `tp` leaves the type. `out_specs=P("dp")`
-# says that the result is equal along `tp`, and JAX checks this.
+# After each shape the type shows the axes over which the value *varies*. A value of type
+# `{V:(dp,tp)}` differs between all devices, and one of type `{V:tp}` only along `tp`. A product
+# varies over every axis of its operands. `psum` sums over the devices along `tp`. All of them
+# then have the same value, so `tp` leaves the type. `out_specs=P("dp")` says that the result is
+# equal along `tp`, and JAX checks this.
 #
 # Without the sum, the types raise an error before anything runs:
 
@@ -190,7 +191,7 @@ assert "replicated across mesh axis 'tp'" in caught
 
 # %% [markdown]
 # The message ends with a suggestion: `check_vma=False`. That turns the check off. The forgotten sum
-# then gives a wrong number: the partial sum of the first device in each row.
+# then gives a wrong number: the partial sum of the first device along `tp`.
 
 # %%
 unchecked = jax.shard_map(
@@ -205,9 +206,10 @@ print("right:", (x @ w)[0, 0], " unchecked:", wrong[0, 0])
 assert not np.allclose(wrong, x @ w)
 
 # %% [markdown]
-# Types also give the right gradients. If a replicated weight meets a varying value, JAX inserts
-# `lax.pcast`, which makes the weight varying. The derivative of `lax.pcast` is a `psum`. So the
-# weight's gradient is summed over the devices that used it, without any code of yours:
+# With these types JAX also sums gradients where it must. A *replicated* value is equal on all
+# devices. If a replicated weight meets a varying value, JAX inserts `lax.pcast`, which makes the
+# weight varying. The derivative of `lax.pcast` is a `psum`. So the weight's gradient is summed
+# over the devices that used it, without any code of yours:
 
 # %%
 scale = jnp.float32(3)
@@ -252,11 +254,11 @@ print("tp by hand, dp by the compiler:", result.sharding.spec)
 # %% [markdown]
 # ## 6. Inspecting and changing a sharding
 #
-# `jax.set_mesh` sets the mesh once, so specs alone are enough. `x.sharding` shows how a global
-# array is sharded. `x.addressable_shards` holds the blocks, and
-# `jax.debug.visualize_array_sharding` draws them. `jax.sharding.reshard` moves an array to another
-# spec. Here each device sends most of its columns to the other devices along `tp` and receives
-# rows.
+# With `jax.set_mesh`, functions that take a sharding accept a spec alone. `x.sharding` shows how
+# a global array is sharded. `x.addressable_shards` holds the blocks, and
+# `jax.debug.visualize_array_sharding` draws them. `jax.sharding.reshard` moves an array to
+# another spec. Here each device sends most of its columns to the other devices along `tp` and
+# receives rows.
 
 # %%
 with jax.set_mesh(explicit):
@@ -275,7 +277,8 @@ np.testing.assert_array_equal(rows, columns)
 #
 # - A mesh names devices, and a spec names the axes that shard each dimension. The order of several
 #   axes matters.
-# - Auto: the compiler decides. Explicit: types decide, and ask. Manual: you decide.
+# - Auto: the compiler decides. Explicit: types decide, and raise an error if you must choose.
+#   Manual: you decide.
 # - Inside `jax.shard_map`, look at `{V:...}`. It shows the axes over which a value differs.
 #   `out_specs` must name these axes. Leave `check_vma` on.
 #

@@ -123,8 +123,8 @@ figure.tight_layout(rect=(0, 0, 1, 0.94))
 plt.show()
 
 # %% [markdown]
-# An all-to-all transposes devices and blocks. An all-reduce is a reduce-scatter followed by an
-# all-gather, so it costs both.
+# In an all-to-all, block j of device i goes to device j, as its block i. An all-reduce is a
+# reduce-scatter followed by an all-gather, so it costs both.
 #
 # ## 2. The bytes that a device sends
 #
@@ -244,8 +244,8 @@ assert counts.forward_bytes == 4 * 7 / 8 * block
 #
 # $$\frac{\text{compute}}{\text{send}} = \frac{2\, n_\text{local} / F}{2\, \text{bytes} / W}$$
 #
-# with `F` FLOP/s and `W` bytes/s over all links of the ring. The number of *local columns* decides,
-# compared with the chip's FLOPs per byte.
+# with `F` FLOP/s and `W` bytes/s over all links of the ring. A transfer can hide if the number of
+# *local columns* is at least `F / W`: the FLOPs that the chip computes while it sends one byte.
 
 
 # %%
@@ -276,9 +276,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Above the dotted line a transfer *can* be hidden completely. The program decides whether it is. A
-# gather before a matmul is never hidden, because the matmul waits for its operand. [Overlapped
-# matmuls](04_overlapped_matmuls.ipynb) shows how to split it.
+# Above the dotted line a transfer *can* be hidden completely. The program decides whether it is.
+# One large gather before a matmul is never hidden, because the matmul waits for all of it.
+# [Overlapped matmuls](04_overlapped_matmuls.ipynb) shows how to split it.
 #
 # ## In short
 #

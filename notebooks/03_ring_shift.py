@@ -102,8 +102,8 @@ def gather(x):  # x: f32[m/8, k]
 
 
 # %% [markdown]
-# In a reduce-scatter, sums travel towards their owner. A sum that moves by +1 starts at the device
-# after its owner.
+# In a reduce-scatter, each sum travels to its owner, the device that keeps it. A sum that moves
+# by +1 starts at the device after its owner.
 
 
 # %%
@@ -139,9 +139,10 @@ compare(gather, lambda x: lax.all_gather(x, "x", tiled=True))
 compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 
 # %% [markdown]
-# Both send the same bytes as `lax`. But seven shifts leave room for other work between them. jaxpar
-# has such collectives as `all_gather`, `reduce_scatter` and `all_reduce`. They run in one direction
-# or in both, over any axes. They save nothing for the backward pass.
+# Each of these functions sends as many bytes as the collective of `lax`. But other work fits
+# between the seven shifts. jaxpar has such collectives as `all_gather`, `reduce_scatter` and
+# `all_reduce`. They run in one direction or in both, over any axes. They save nothing for the
+# backward pass.
 #
 # ## 3. Several axes and their order
 #
@@ -248,9 +249,10 @@ assert not np.allclose(shuffled, x @ w)
 # %% [markdown]
 # ## 4. Links per step
 #
-# The second rule is about time. A step of the ring ends with its slowest transfer. A transfer to a
-# distant chip occupies every link on its path. Assume 2 x 4 chips as drawn, without wrap-around
-# links, and count the links of each transfer:
+# The second rule: **neighbours in the ring should be neighbours on the links.** A step of the
+# ring ends with its slowest transfer. A transfer to a distant chip occupies every link on its
+# path. Assume 2 x 4 chips as drawn, without wrap-around links, and count the links of each
+# transfer:
 
 
 # %%

@@ -259,9 +259,9 @@ assert sent == {">": 7 * X_BLOCK}  # exactly the all-gather's bytes
 # ```
 #
 # Nothing that uses either result can start before both are ready. jaxpar's rings have such a
-# barrier in every step. From here on, the library writes the ring. `mode` chooses the algorithm.
-# The default `"auto"` asks a roofline model of the chip. On CPU it answers `"naive"`: gather, then
-# multiply.
+# barrier in every step. From here on we use `jaxpar.all_gather_matmul`. Its `mode` chooses the
+# algorithm. The default `"auto"` predicts the times of all algorithms on the chip, and takes the
+# fastest. On CPU it answers `"naive"`: gather, then multiply.
 
 
 # %%
@@ -313,8 +313,9 @@ np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 # step, so seven blocks need about half as many steps.
 #
 # Seven is odd. After three steps each device has received six blocks and misses only the opposite
-# one, `i + 4`. This block is equally far in both directions. It is cut in two, and one half arrives
-# from each side. Each direction then carries exactly three and a half blocks.
+# one, `i + 4`. This block is equally far in both directions. On CPU it is cut in two, and one
+# half arrives from each side. Each direction then carries exactly three and a half blocks. On TPU
+# it travels in one piece if matmuls hide its transfer.
 
 # %%
 rows = [[numbers_received(0)]]  # step 0: the local block
@@ -387,7 +388,7 @@ plt.show()
 # too. Behind a switch (NVLink) the second direction gains nothing, because one direction already
 # uses the full bandwidth of the port.
 #
-# Memory is exact on CPU. Neither ring ever holds the full `x`.
+# Memory is exact on CPU. No ring ever holds the full `x`.
 
 # %%
 memory["hand-written ring"] = temporary_mib(by_columns(hand_ring), *BIG)
@@ -642,8 +643,9 @@ plt.show()
 # - A gather feeds a matmul block by block, and a matmul feeds a scatter block by block. Send first,
 #   multiply the current block, and put a barrier around both.
 # - The ring in both directions needs n/2 steps and sends half the bytes per direction.
-# - The derivative of a gather is a scatter and the reverse. Save shards and gather again: autodiff
-#   of an unrolled ring saves every block.
-# - Use `mode="auto"`, the default, and compile with `jaxpar.jit`.
+# - The derivative of a gather is a scatter. The derivative of a scatter is a gather. Save shards
+#   and gather again: autodiff of an unrolled ring saves every block.
+# - Use `mode="auto"`, the default, and compile with `jaxpar.jit`. It is `jax.jit` with the
+#   compiler options that let the chip send and compute at the same time.
 #
 # Next: [data parallelism](05_data_parallel.ipynb).
