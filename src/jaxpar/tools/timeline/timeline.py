@@ -182,6 +182,7 @@ def _other_devices_refused() -> Generator[None]:
     try:
         yield
     except ValueError as reason:
+        # JAX has no class for this error, so its text tells it from others.
         if "incompatible devices" not in str(reason):
             raise
         raise value_error(
