@@ -194,8 +194,7 @@ except ValueError as error:
 # - `hops` are the transfers that brought the step's blocks. `blocks` are the transfers that start.
 # - `+1` is a transfer to the next device of a ring, `-1` a transfer to the previous one.
 # - `/0` and `/1` are halves of a ring's half: the block of the opposite device is cut again.
-# - The program counts rings from 0. `+1` alone is in ring 1 of the pictures, and `+1 of ring 1` is
-#   in their ring 2.
+# - `+1` alone is a transfer in ring 1, and `+1 of ring 2` in ring 2.
 
 # %%
 program = gather_steps(16, (1, -1), rings=2)

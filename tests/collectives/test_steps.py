@@ -232,8 +232,8 @@ def test_each_of_several_rings_runs_the_program_of_one(size, directions):
 
 def test_several_rings_are_short_to_read():
     assert repr(gather_steps(3, BOTH, rings=2)) == (
-        "[Step(0, blocks=[+1, -1, +1 of ring 1, -1 of ring 1]), "
-        "Step(1, hops=[+1, -1, +1 of ring 1, -1 of ring 1])]"
+        "[Step(0, blocks=[+1, -1, +1 of ring 2, -1 of ring 2]), "
+        "Step(1, hops=[+1, -1, +1 of ring 2, -1 of ring 2])]"
     )
 
 

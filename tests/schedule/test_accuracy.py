@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxpar.schedule import Timeline, target, timeline
-from jaxpar.tools.accuracy.band import Band, bands, bands_of, text_of
+from jaxpar.tools.accuracy.band import Band, band_texts, bands, bands_of, text_of
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.validate import Held, bands_from, seconds_of, table
 from jaxpar.tools.timeline.event import Event
@@ -87,9 +87,6 @@ def test_a_band_in_words():
     assert str(Band("TPU v6 lite", "gather", True, 9, -0.04, 0.06)) == (
         "TPU v6 lite, large gathers: -4% to +6% in 9 measurements"
     )
-    assert (
-        str(Band("TPU v4", "memory", False)) == "TPU v4, small passes over memory: no measurement"
-    )
 
 
 def step(*events, estimate="the compiler's cycles"):
@@ -108,6 +105,22 @@ def test_the_bands_of_a_step_are_those_of_what_takes_its_time():
     found = [(one.chip, one.kind, one.is_large) for one in bands_of(played, v6e)]
     assert found == [("TPU v6 lite", "matmul", True), ("TPU v6 lite", "gather", True)]
     assert bands_of(played, v6e)[0].rows
+
+
+def test_kinds_of_work_without_a_measurement_share_a_line():
+    taken = {"all-gather": 60e-6, "all-reduce": 50e-6, "all-to-all": 40e-6}
+    waits = [
+        event
+        for kind, seconds in taken.items()
+        for event in (
+            Event(kind, "", "transfer", f"tp {kind}", 0.0, seconds),
+            Event(kind, "", "wait", "compute", 0.0, seconds),
+        )
+    ]
+    v4 = target("v4:2x2x1")
+    lines = band_texts(step(*waits), v4)
+    assert [one.rows for one in bands_of(step(*waits), v4)] == [0, 0, 0]
+    assert lines == ["TPU v4, large gathers, large sums, large all-to-alls: no measurement"]
 
 
 def test_bands_are_of_the_model_that_was_held_against_measurements():

@@ -132,7 +132,7 @@ class Gather:
         ways = len(self.directions)
 
         # `blocks` are the arrivals, one for each hop of the step, in the order of its hops: both
-        # directions of ring 0, then both of ring 1. In the first step they are the local block.
+        # directions of ring 1, then both of ring 2. In the first step they are the local block.
         def step(state: Any, t: Step) -> Any:
             index, carry, blocks = state
             come = self._arrivals(t, phase)

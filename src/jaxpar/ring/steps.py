@@ -20,11 +20,11 @@ class Hop:
 
     direction: int  # 1 towards higher logical indices, -1 towards lower ones
     half: int | None = None  # the half that travels; None: all
-    ring: int = 0  # its number. Each ring carries its own share of every block.
+    ring: int = 0  # its number, printed from 1 on. Each ring carries its own share of every block.
 
     def __repr__(self) -> str:
         half = "" if self.half is None else f"/{self.half}"
-        return f"{self.direction:+d}{half}" + (f" of ring {self.ring}" if self.ring else "")
+        return f"{self.direction:+d}{half}" + (f" of ring {self.ring + 1}" if self.ring else "")
 
 
 @dataclass(frozen=True, repr=False)

@@ -153,7 +153,7 @@ class Stepwise(Way):
         # pieces of 3 rows:
         #
         #     rows   0 1 2   3 4 5 | 6 7 8   9 10 11
-        #            ring 0        | ring 1
+        #            ring 1        | ring 2
         #            a       b     | a       b
         pieces, shares = self.order.pieces if self.ring.size > 1 else 1, len(self._shares(length))
         pieces = max(1, min(pieces, length // shares))

@@ -43,11 +43,20 @@ class Band:
     high: float = 0.0
 
     def __str__(self) -> str:
-        what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
-        if not self.rows:
-            return f"{what}: no measurement"
         rows = f"{self.rows} measurement{'s' * (self.rows > 1)}"
-        return f"{what}: {self.low:+.0%} to {self.high:+.0%} in {rows}"
+        return f"{self.chip}, {self.what}: {self.low:+.0%} to {self.high:+.0%} in {rows}"
+
+    @property
+    def what(self) -> str:
+        return f"{'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
+
+
+def band_texts(played: Timeline, target: Target) -> list[str]:
+    """Returns a line for each measured kind of work, and one for all others."""
+    found = bands_of(played, target)
+    lines = [str(band) for band in found if band.rows]
+    others = [band.what for band in found if not band.rows]
+    return lines + ([f"{found[0].chip}, {', '.join(others)}: no measurement"] if others else [])
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
 from jaxpar.schedule import CompiledProgram, Floor, timeline
-from jaxpar.tools.accuracy.band import bands_of
+from jaxpar.tools.accuracy.band import band_texts
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.accuracy.nearest import Wanted, is_sending, nearest
 from jaxpar.tools.cli.bench_reasons import Host, Reason, reasons_of
@@ -127,7 +127,7 @@ def _predicted(
             "predicted": played.total,
             "is_least": played.is_least,
             "estimate": played.estimate,
-            "bands": tuple(map(str, bands_of(played, program.target))),
+            "bands": tuple(band_texts(played, program.target)),
             "reasons": reasons_of(program, played, floor, ring, measured, host),
         }
     except Exception as reason:  # a compiler may write anything

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import compiled_with
@@ -254,11 +255,11 @@ class Edits:
 
     @cached_property
     def _namesakes(self) -> Resharded | None:
-        given = self.arguments.leaves.items()
-        specs = as_namesakes({name: x for name, x in given if spec_of(x) is not None})
-        text = "like the earlier arguments of the same names and shapes"
-        listed = self.arguments.listed(specs)
-        return Resharded(specs, f"shard {listed} {text}", frozenset(), "") if specs else None
+        leaves, listed = self.arguments.leaves, self.arguments.listed
+        found = as_namesakes({name: x for name, x in leaves.items() if spec_of(x) is not None})
+        specs = {name: spec_of(leaves[like]) or P() for name, like in found.items()}
+        text = f"shard {listed(specs)} like {listed([*found.values()])}"
+        return Resharded(specs, text, frozenset(), "") if specs else None
 
     @cached_property
     def _at_odds(self) -> list[Resharded]:

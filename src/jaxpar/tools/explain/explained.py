@@ -9,7 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.tools.accuracy.band import bands_of
+from jaxpar.tools.accuracy.band import band_texts
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line, chain_text
@@ -54,7 +54,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
-        "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
+        "bands": band_texts(found.predicted or played, program.target),
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
             asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
@@ -213,7 +213,7 @@ def title(of: Record) -> str:
         return f"{of['kind']}{' in a loop' * of['in_loop']}, {runs}, {of['what']}"
     return (
         f"{of['collective']} over {of['over']}, {runs}, {size(of['bytes'])} sent by a device over "
-        f"{of['links']:.2g} of its {of['links_there']} links"
+        f"{of['links']:.2g} of its {of['links_there']} links{' on average' * (of['links'] % 1 > 0)}"
         + (", put in by the partitioner" if of["inserted"] else "")
     )
 

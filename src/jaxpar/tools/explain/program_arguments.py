@@ -147,20 +147,20 @@ def laid(args: Any, mesh: Mesh) -> Any:
         return jax.tree.map(on_mesh, args)
 
 
-def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """Returns specs for arguments that differ from namesakes of the same shape.
+def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the earlier argument of the same name and shape where its sharding differs.
 
     An optimizer's `state[0].mu['up']` is a namesake of `params['up']`, also in a state.
     """
-    first: dict[tuple[str, Any], PartitionSpec] = {}
-    found: dict[str, PartitionSpec] = {}
+    first: dict[tuple[str, Any], str] = {}
+    found: dict[str, str] = {}
     for name, leaf in leaves.items():
-        keys, spec = _KEYS.findall(name), spec_of(leaf) or PartitionSpec()
+        keys, spec = _KEYS.findall(name), _padded_spec(leaf)
         tails = ("".join(keys[n:]) for n in range(1, len(keys)))
         like = next((first[t, leaf.shape] for t in tails if (t, leaf.shape) in first), None)
         if like is None:
-            first[_TREE.sub("", name), leaf.shape] = spec
-        elif _padded(like, leaf.shape) != _padded(spec, leaf.shape):
+            first[_TREE.sub("", name), leaf.shape] = name
+        elif _padded_spec(leaves[like]) != spec:
             found[name] = like
     return found
 
@@ -177,8 +177,9 @@ def shape_of(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _padded(spec: PartitionSpec, shape: Sequence[int]) -> list[Any]:
-    return [*spec, *[None] * (len(shape) - len(spec))]
+def _padded_spec(x: Any) -> list[Any]:
+    spec = spec_of(x) or PartitionSpec()
+    return [*spec, *[None] * (len(x.shape) - len(spec))]
 
 
 def spec_text(spec: PartitionSpec) -> str:
