@@ -166,9 +166,8 @@ steps = [("as it was", timeline(program))]
 # many edits are compiled. This finding has only one edit. How to read some of the lines:
 #
 # - `errors of such predictions` compares predictions with public measurements, for each kind of
-#   operation in the step. Of most kinds here there is no measurement.
-# - `over 1.5 of its 4 links`: a device uses one or two links, and 1.5 is the mean.
-# - `and 1 more`: the all-reduce sums two arrays, the gradients of `up` and of `down`.
+#   operation in the step.
+# - `and 1 more array`: the all-reduce sums the gradients of `up` and of `down`.
 # - `between`: the instructions that run before and after the wait.
 
 # %% tags=["varies"]

@@ -210,7 +210,7 @@ def test_sums_that_the_compiler_made_one_are_at_the_largest():
     assert finding.of.line.number == loss.__code__.co_firstlineno + 1
     assert finding.of.phase == "backward"
     assert finding.of.moved.startswith("bf16[512,512] of each device, dot_general")
-    assert ", and 1 more" in finding.of.moved
+    assert ", and 1 more array" in finding.of.moved
 
 
 def test_packages_that_are_not_there(unrolled):

@@ -301,7 +301,8 @@ class Exposures(Origins):
         value = self.values.maker(largest)
         shape = f"{largest.arrays[0]} of each device, " if largest.arrays else ""
         what = self.argument(value) or self.text(value.instruction.name)
-        more = f", and {n} more" if (n := len(collective.operands) - 1) else ""
+        n = len(collective.operands) - 1
+        more = f", and {n} more array{'s' * (n > 1)}" if n else ""
         text = f"{shape}{what}{more}"
         if disguise is not None:
             over = f"over {self._over(name)!r}"
