@@ -17,11 +17,7 @@
 # # 5. Data parallelism
 #
 # The model is a tiny language model. It predicts the next word from the current one. Eight
-# devices share its batch. Notebooks [6](06_fsdp.ipynb), [7](07_tensor_parallel.ipynb) and
-# [8](08_fsdp_and_tensor_parallel.ipynb) continue with this model.
-#
-# Every version must give the results of one device. Times on eight CPU devices say nothing about
-# speed.
+# devices share its batch. Times on eight CPU devices say nothing about speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -45,8 +41,8 @@ from jaxpar.testing import count_collectives, tolerance
 # %% [markdown]
 # ## 1. One device
 #
-# Words are numbers. Each text counts with its own stride, such as 5, 7, 9. Texts have different
-# lengths, and `mask` excludes the positions behind the end.
+# Words are numbers. Each text counts with a stride of 1, 2 or 3: for example 5, 7, 9. Texts have
+# different lengths, and `mask` excludes the positions after the end.
 
 # %%
 WORDS, BATCH, SEQUENCE, WIDTH, HIDDEN, LAYERS = 16, 32, 16, 64, 256, 4
@@ -112,6 +108,7 @@ print(f"{int(mask.sum())} of {mask.size} positions count")
 # Every version must give this loss and these gradients up to rounding.
 
 # %%
+# rounding of one sum, times the number of layers, forward and backward
 TOLERANCE = 2 * LAYERS * tolerance("float32", BATCH * SEQUENCE)
 
 
@@ -125,8 +122,8 @@ def check(loss_and_gradients):
 # %% [markdown]
 # ## 2. The sum and the count
 #
-# An obvious attempt averages the devices' mean losses. But the devices have different numbers of
-# unmasked positions, so the mean of their means is not the mean over all positions.
+# An obvious attempt averages the devices' mean losses. But their numbers of unmasked positions
+# differ, so this is not the mean over all positions.
 
 # %%
 mesh = jaxpar.make_mesh("dp=8")
@@ -144,7 +141,8 @@ assert abs(mean_of_means(params, batch) - expected[0]) > 0.01
 
 # %% [markdown]
 # Return the *sum* and the *count* from the local loss instead. `mean_value_and_grad` adds both over
-# the axis and divides. It sums each gradient over the devices once, after the backward pass.
+# the axis and divides. It sums each gradient over the devices in one collective, after the backward
+# pass.
 
 
 # %%
@@ -162,8 +160,8 @@ print(f"loss on eight devices {step(params, batch)[0]:.4f}")
 # ## 3. Microbatches and one reduction
 #
 # Activations of a large batch may not fit into memory. `microbatches=2` computes one half at a
-# time, accumulates gradients on each device, and reduces once at the end. `bucket_bytes` is the
-# largest size of a collective that joins small gradients.
+# time, accumulates gradients on each device, and sums them over the devices at the end.
+# `bucket_bytes` joins small gradients into collectives of at most this size.
 
 # %%
 for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
@@ -173,9 +171,9 @@ for options in ({}, {"microbatches": 2}, {"bucket_bytes": 2**20}):
     print(f"{options!s:25} {dict(counts.forward)}, {counts.forward_bytes} bytes")
 
 # %% [markdown]
-# There are six sums: four gradients, the loss and the count. With buckets there are three: all
-# gradients in one, the loss and the count. Microbatches do not change the bytes. In a sum over
-# eight devices, each device sends 2 x 7/8 of its operand.
+# There are six sums: four gradients, the loss and the count. With buckets all gradients take one.
+# Microbatches do not change the bytes. In a sum over eight devices, each device sends 2 x 7/8 of
+# its operand.
 
 # %%
 weights = sum(w.nbytes for w in jax.tree.leaves(params))
@@ -186,10 +184,9 @@ assert counts.forward_bytes == 2 * 7 / 8 * (weights + 2 * 4)
 # %% [markdown]
 # ## 4. Gradients inside and outside `shard_map`
 #
-# You can differentiate inside or outside `shard_map`. Its option `check_vma` tracks over which axes
-# values vary, and can be on or off. Take one replicated weight, with the loss `weight * (i + 1)` on
-# device `i`. The gradient of the summed loss is 1 + 2 + ... + 8 = 36. `mean_value_and_grad` returns
-# the gradient of the mean, 36 / 8.
+# Take one replicated weight, with the loss `weight * (i + 1)` on device `i`. The gradient of the
+# summed loss is 1 + 2 + ... + 8 = 36. With a count of 1 on each device, `mean_value_and_grad`
+# returns 36 / 8.
 
 
 # %%
@@ -206,6 +203,7 @@ def inside(weight, x):
 
 
 def inside_with_jaxpar(weight, x):
+    # specs: the PartitionSpecs of the parameters; check_vma=False needs them
     with_count = mean_value_and_grad(lambda weight, x: (local_loss(weight, x), 1), "dp", specs=P())
     return with_count(weight, x)[1][None]
 
@@ -232,16 +230,16 @@ for check_vma in (True, False):
             assert np.all(gradient == 36)
 
 # %% [markdown]
-# One version is wrong, and only the comparison shows it. Its gradients are eight times too large,
-# and nothing adds them over the devices.
+# `jax.grad` inside with `check_vma=False` is wrong, and nothing raises an error. Each device has
+# eight times its own gradient, and nothing sums over devices.
 #
 # - outside: `jax.grad` is right with any `check_vma`
-# - inside: `mean_value_and_grad` is right with any `check_vma`, and reduces once
+# - inside: `mean_value_and_grad` is right with any `check_vma`, but `False` needs `specs=`
 # - inside with `jax.grad`: right only with `check_vma=True`, the default
 #
 # ## 5. Training
 #
-# The gradients are global arrays, so the optimizer runs outside `shard_map`.
+# The gradients are global arrays, so the optimizer can run outside `shard_map`.
 
 # %%
 optimizer = optax.adam(3e-3)
@@ -258,9 +256,10 @@ def train(step, params):
 
 
 @jaxpar.jit
-def step_outside(params, batch):
+def step_outside(params, batch):  # differentiates outside, for comparison
     @jax.shard_map(mesh=mesh, in_specs=(P(), BATCH_SPECS), out_specs=P())
     def loss(params, batch):
+        # mean_loss adds both over the axis and divides
         return mean_loss(*sum_and_count(params, batch), "dp")
 
     return jax.value_and_grad(loss)(params, batch)
@@ -286,13 +285,12 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The loss stays near log 3. There are three strides, and one word does not show the stride of its
-# text. Attention will look at earlier words, in [notebook 7](07_tensor_parallel.ipynb).
+# The loss stays near log 3 (1.099). One word does not show which of the three strides its text has.
+# The loss ends a little lower, because after a word the strides are not equally frequent in these
+# few texts. Attention will look at earlier words, in [notebook 7](07_tensor_parallel.ipynb).
 #
 # ## In short
 #
-# - Return the sum and the count. `mean_value_and_grad` divides, and reduces once.
-# - Microbatches cost no communication.
-# - Differentiate outside, or inside with `mean_value_and_grad`.
+# Return the sum and the count. `mean_value_and_grad` divides, and sums each gradient once.
 #
-# Next: [FSDP](06_fsdp.ipynb), which shards the weights as well.
+# Next: [FSDP](06_fsdp.ipynb).

@@ -14,14 +14,11 @@
 # ---
 
 # %% [markdown]
-# # 6. FSDP, and what is saved
+# # 6. FSDP and its residuals
 #
 # The model is the language model of [notebook 5](05_data_parallel.ipynb). Now each device stores
-# an eighth of the weights. This is *fully sharded* data parallelism (FSDP): the devices that
-# share the batch also shard each weight. A layer gathers its weights before it uses them.
-#
-# Every version must give the results of one device. Times on eight CPU devices say nothing about
-# speed.
+# an eighth of the layers' matrices. This is *fully sharded* data parallelism (FSDP): the devices
+# that split the batch also shard the weights.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -54,8 +51,6 @@ from jaxpar.testing import count_collectives, tolerance
 
 # %% [markdown]
 # ## 1. The same model, and shards between steps
-#
-# Data, weights and model are the same as in notebook 5, and so is the loss.
 
 # %%
 WORDS, BATCH, SEQUENCE, WIDTH, HIDDEN, LAYERS = 16, 32, 16, 64, 256, 4
@@ -111,6 +106,7 @@ def one_device_loss(params, batch):
 expected = jax.jit(jax.value_and_grad(one_device_loss))(params, batch)
 print(f"loss on one device {expected[0]:.4f}")
 
+# rounding of one sum, times the number of layers, forward and backward
 TOLERANCE = 2 * LAYERS * tolerance("float32", BATCH * SEQUENCE)
 
 
@@ -122,9 +118,8 @@ def check(loss_and_gradients):
 
 
 # %% [markdown]
-# The matrices of the layers are sharded by rows. Dimension 0 of a stacked matrix counts the
-# layers, and dimension 1 are its rows. The batch is sharded over the same axis. The embedding and
-# the norms are small and stay replicated.
+# The matrices of the layers are sharded by rows. In a stacked matrix, dimension 0 is the layers and
+# dimension 1 the rows. The embedding and the norms are small and stay replicated.
 
 # %%
 mesh = jaxpar.make_mesh("fsdp=8")
@@ -159,8 +154,8 @@ def check_and_count(run_layers):
 # %% [markdown]
 # ## 2. A gather by hand
 #
-# `fsdp_gather` gathers one layer's weights. The derivative of a gather is a reduce-scatter, so each
-# device receives the summed gradient of its own rows.
+# `fsdp_gather` gathers one layer's weights, here with one `lax.all_gather`. The derivative of a
+# gather is a reduce-scatter, so each device receives the summed gradient of its own rows.
 
 # %%
 DIMS = {"norm": None, "up": 0, "down": 0}  # dimensions of one layer's weight; None: not sharded
@@ -174,18 +169,18 @@ def layers_by_hand(layers, x):
 
 
 by_hand = check_and_count(layers_by_hand)
+# backward psums: one for each of two uses of the embedding, and one for each layer's norm
+assert by_hand.backward["psum"] == 2 + LAYERS
 assert by_hand.backward["psum_scatter"] == LAYERS  # both matrices in one collective
 
 # %% [markdown]
-# The gradients are right, but the program needs too much memory. The backward pass needs the
-# gathered weights, so autodiff saves them for all layers. Values saved for the backward pass are
-# called *residuals*.
+# The backward pass needs the gathered weights, so autodiff saves them as residuals for all layers.
 #
 # ## 3. `fsdp_linear`: gathers again in the backward pass
 #
 # `fsdp_linear` replaces a matmul. Its residuals are the input and the *shard*, so the backward pass
-# gathers the weight again. With an explicit mode such as `"bidirectional"`, the blocks of a weight
-# travel while other blocks are multiplied.
+# gathers the weight again. If you name a mode, as in `Axis("fsdp", mode="bidirectional")`, blocks
+# of a weight travel while others are multiplied.
 
 
 # %%
@@ -201,16 +196,16 @@ def layers_with_fsdp_linear(layers, x):
 with_linear = check_and_count(layers_with_fsdp_linear)
 MATRICES = params["layers"]["up"].nbytes + params["layers"]["down"].nbytes
 saved_less = by_hand.residual_bytes - with_linear.residual_bytes
-print(f"saved less for the backward pass: {saved_less / MATRICES:.2f} of all matrices")
+print(f"residuals shrink by {saved_less / MATRICES:.2f} of all matrices")
 assert saved_less == 7 / 8 * MATRICES  # shards instead of gathered matrices
 assert with_linear.backward["all_gather"] == 2 * LAYERS
 
 # %% [markdown]
-# ## 4. `fsdp_scan`: the same for a stack of layers
+# ## 4. `fsdp_scan`: gathers again, for a stack of layers
 #
 # `fsdp_scan` replaces `lax.scan`. The block stays unchanged: it receives full weights. The scan
-# gathers them before each layer, in the forward pass and again in the backward pass. The residuals
-# are the shards and each layer's input. The backward pass computes the layer again from them.
+# gathers them in both passes. The residuals are the shards and each layer's input. The backward
+# pass computes each layer's forward pass again.
 
 
 # %%
@@ -219,11 +214,12 @@ def layers_with_fsdp_scan(layers, x):
 
 
 with_scan = check_and_count(layers_with_fsdp_scan)
+assert with_scan.backward["psum"] == 2 + 1  # one for the norms of all layers
 assert with_scan.residual_bytes < with_linear.residual_bytes / 2
 
 # %% [markdown]
-# You can do the same by hand: put the gather into a block with `jax.checkpoint`. It sends and
-# saves as many bytes. `fsdp_scan` is only shorter.
+# You can do the same by hand: put the gather into a block with `jax.checkpoint`. It sends and saves
+# the same bytes. `fsdp_scan` is shorter, and sums the gradients of all norms in one collective.
 
 
 # %%
@@ -241,11 +237,10 @@ assert with_checkpoint.backward_bytes == with_scan.backward_bytes
 assert with_checkpoint.residual_bytes == with_scan.residual_bytes
 
 # %% [markdown]
-# ## 5. Bytes sent and saved
-#
+# ## 5. Bytes sent, and residual bytes
 
 
-# %% tags=["varies"]
+# %%
 @jax.shard_map(mesh=mesh, in_specs=(P(), BATCH_SPECS), out_specs=P())
 def data_parallel_loss(params, batch):
     return mean_loss(*sum_and_count(params, batch), "fsdp")
@@ -257,11 +252,6 @@ table = {
     "fsdp_linear": with_linear,
     "fsdp_scan": with_scan,
 }
-print("KiB on each device: sent forward, sent backward, saved for the backward pass")
-for name, counts in table.items():
-    forward, backward = counts.forward_bytes / 1024, counts.backward_bytes / 1024
-    print(f"{name:>14} {forward:6.0f} {backward:6.0f} {counts.residual_bytes / 1024:6.0f}")
-
 sent = {name: counts.forward_bytes + counts.backward_bytes for name, counts in table.items()}
 assert abs(sent["data parallel"] / (2 * 7 / 8 * MATRICES) - 1) < 0.02
 assert abs(sent["fsdp_scan"] / (3 * 7 / 8 * MATRICES) - 1) < 0.02
@@ -271,12 +261,18 @@ figure, panels = plt.subplots(1, 2, figsize=(8, 2.4), sharey=True)
 names = list(table)
 forward = [counts.forward_bytes / 1024 for counts in table.values()]
 backward = [counts.backward_bytes / 1024 for counts in table.values()]
-panels[0].barh(names, forward, label="forward")
-panels[0].barh(names, backward, left=forward, label="backward")
+residuals = [counts.residual_bytes / 1024 for counts in table.values()]
+bars = [
+    panels[0].barh(names, forward, color="C0", alpha=0.5, label="forward"),
+    panels[0].barh(names, backward, left=forward, color="C1", alpha=0.5, label="backward"),
+    panels[1].barh(names, residuals, color="C2", alpha=0.5),
+]
+for panel, bar in zip((panels[0], *panels), bars, strict=True):
+    label = {"label_type": "center", "fontsize": 8}
+    panel.bar_label(bar, fmt=lambda kib: f"{kib:.0f}" if kib > 1 else "", **label)
 panels[0].set(xlabel="KiB sent by a device")
 panels[0].legend(frameon=False, fontsize=8)
-panels[1].barh(names, [counts.residual_bytes / 1024 for counts in table.values()], color="C2")
-panels[1].set(xlabel="KiB saved for the backward pass")
+panels[1].set(xlabel="KiB of residuals on a device")
 panels[0].invert_yaxis()
 for panel in panels:
     panel.spines[["top", "right"]].set_visible(False)
@@ -284,16 +280,15 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# The second gather has a price. FSDP gathers the matrices twice and scatters their gradients: 3 x
-# 7/8 of their bytes. Data parallelism sums gradients: 2 x 7/8. `fsdp_scan` also computes each
-# layer's forward pass twice. In return, matrices, gradients and optimizer state take an eighth of
-# the memory. The saved bytes of `data parallel` include the weights, although these are in memory
-# anyway. Those of `by hand` include all gathered weights.
+# A second gather sends more bytes. `fsdp_linear` and `fsdp_scan` gather twice and scatter
+# gradients: 3 x 7/8 of the matrices' bytes. The other two send 2 x 7/8. With FSDP, matrices,
+# gradients and optimizer state take an eighth of the memory. The residuals of `data parallel`
+# include the weights, which are in memory anyway.
 #
 # ## 6. Training
 #
-# Training is as in notebook 5, with the same losses. Adam is elementwise, so its state is sharded
-# like the weights and an update sends nothing.
+# The losses are those of notebook 5. Adam is elementwise, so its state is sharded like the weights
+# and an update sends nothing.
 
 
 # %%
@@ -327,8 +322,8 @@ assert trained["layers"]["up"].addressable_shards[0].data.shape == (LAYERS, WIDT
 print("loss after 0, 10, 20, 30 steps:", " ".join(f"{loss:.3f}" for loss in sharded[::10]))
 
 # %% [markdown]
-# Clipping needs the length of the vector of *all* gradients. `global_norm` adds the squares of
-# all devices. It reads the axes from the types.
+# Gradient clipping needs the norm of *all* gradients. `global_norm` sums squares over the axes that
+# shard each gradient.
 
 # %%
 _, gradients = fsdp_step(placed, batch)
@@ -339,9 +334,8 @@ np.testing.assert_allclose(norm, optax.global_norm(expected[1]), rtol=1e-4)
 # %% [markdown]
 # ## 7. A prediction for TPU
 #
-# These times are predicted, not measured. `compile_for` compiles for chips that this machine does
-# not have, and `timeline` simulates the compiled schedule. Here two layers run forward and
-# backward on four v5p chips. The checkpointed scan by hand takes as long as `fsdp_scan`.
+# These times are predicted, not measured. Two layers run forward and backward on four v5p chips,
+# compiled by jax 0.10.2.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "fsdp=4")
@@ -375,9 +369,10 @@ assert abs(scan_time / checkpoint_time - 1) < 0.1
 # %% [markdown]
 # ## In short
 #
-# - With a gather by hand, autodiff saves the gathered weights. `fsdp_linear` and `fsdp_scan` gather
-#   again instead.
-# - `fsdp_scan` needs no change in the layer. A checkpointed scan by hand ties with it.
-# - FSDP sends 3 x 7/8 of the matrices instead of 2 x 7/8, and stores an eighth of them.
+# - Use `fsdp_linear` or `fsdp_scan`: they gather again instead of saving weights.
+# - `fsdp_scan` needs no change in the layer. A checkpointed scan by hand sends and saves the same
+#   bytes.
+# - FSDP stores an eighth of the matrices. With the second gather it sends 1.5 times the bytes of
+#   data parallelism.
 #
-# Next: [tensor parallelism](07_tensor_parallel.ipynb), which shards the computation.
+# Next: [tensor parallelism](07_tensor_parallel.ipynb).

@@ -17,13 +17,9 @@
 # # 7. Tensor parallelism
 #
 # The model is the language model of notebooks [5](05_data_parallel.ipynb) and [6](06_fsdp.ipynb).
-# New are attention, and that eight devices share the computation of each layer. FSDP shards what
-# is *stored*, but every device still multiplies by all weights. With tensor parallelism each
-# device has its own hidden features, attention heads and part of the vocabulary. Activations
-# travel instead of weights.
-#
-# Every version must give the results of one device. Times on eight CPU devices say nothing about
-# speed.
+# It now has attention, and eight devices share each layer's computation. FSDP shards what is
+# *stored*, but every device still multiplies by all weights. With tensor parallelism each device
+# has a part of the hidden features, heads and vocabulary. Activations travel instead of weights.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -60,8 +56,8 @@ from jaxpar.testing import count_collectives, tolerance
 # %% [markdown]
 # ## 1. The same model, and attention
 #
-# Data, weights and model are the same as in notebooks 5 and 6, and so is the loss. The parts for
-# attention are marked as new.
+# The parts for attention are marked as new. Without them, model and loss are those of notebooks 5
+# and 6.
 
 # %%
 WORDS, BATCH, SEQUENCE, WIDTH, HIDDEN, LAYERS = 16, 32, 16, 64, 256, 4
@@ -139,7 +135,7 @@ print(f"loss with attention {expected[0]:.4f}")
 # ## 2. Columns, then rows
 #
 # The MLP's first weight is sharded by columns, so each device computes a part of the hidden
-# features. The second weight is sharded by rows. It turns the part into a partial sum of the full
+# features. The second weight is sharded by rows. It turns these features into a partial sum of the
 # result:
 #
 # $$\mathrm{gelu}(x\,U)\,D = \sum_i \mathrm{gelu}(x\,U_{:,i})\,D_{i,:}$$
@@ -166,7 +162,7 @@ def check(found, wanted):
 
 
 def replicated_mlp(w, x):  # x: f32[b, s, d], the same on all devices; up: f32[d, f/8]
-    x = copy_region(x, "tp")
+    x = copy_region(x, "tp")  # JAX would insert it if you left it out
     partial_sum = jax.nn.gelu(x @ w["up"]) @ w["down"]  # f32[b, s, d]
     return reduce_region(partial_sum, "tp")
 
@@ -178,15 +174,15 @@ assert replicated.forward == replicated.backward == {"psum": 1}
 print(f"forward {dict(replicated.forward)}, backward {dict(replicated.backward)}")
 
 # %% [markdown]
-# `copy_region` and `reduce_region` begin and end a tensor-parallel *region*. `copy_region` sends
-# nothing forward and sums over devices backward. `reduce_region` sums forward and sends nothing
-# backward. Between regions every device has all activations and computes the same norms.
+# The part between `copy_region` and `reduce_region` is a tensor-parallel *region*. `copy_region`
+# sends nothing forward and sums over devices backward. `reduce_region` sums forward and sends
+# nothing backward. Between regions every device has all activations and computes the same norms.
 #
 # ## 3. A sharded sequence between regions
 #
-# An all-reduce is a reduce-scatter and an all-gather. The gather can wait until the next region
-# begins. Then each device holds an eighth of the positions between regions. A device sends as
-# many bytes as before, and both transfers can overlap with a matmul.
+# An all-reduce is a reduce-scatter followed by an all-gather. The gather can wait until the next
+# region begins. Then each device holds an eighth of the positions between regions. A device sends
+# as many bytes as before, and both transfers can overlap with a matmul.
 
 
 # %%
@@ -211,21 +207,22 @@ assert by_sequence.forward_bytes == replicated.forward_bytes
 assert by_sequence.residual_bytes == replicated.residual_bytes
 
 # %% [markdown]
-# On CPU the default mode gathers first and saves the gathered `x`, so both versions save the same
-# bytes for the backward pass. A ring saves only the shard. The sharded sequence needs less memory
-# and work between regions.
+# On CPU both versions save the same bytes for the backward pass. With
+# `Axis("tp", mode="bidirectional")` the second version saves only the shard of `x`. Between regions
+# a sharded sequence needs less memory, and less work for norms.
 #
 # ## 4. Attention by heads
 #
-# A head is a set of columns of query, key and value, and a set of rows of the output projection.
-# `parallel_attention` gathers the sequence once for all three. It calls your `attend` with full
-# sequences of some heads, and scatters the result. Several query heads may share a key and value
-# head. The devices need not divide the heads: `jaxpar.layers.head_layout` pads them.
+# A head is a set of columns of the `q`, `k` and `v` weights, and of rows of `o`.
+# `parallel_attention` gathers the sequence once for all three. It calls your `attend` with the full
+# sequences of this device's heads, and scatters the result. Several query heads may share a key and
+# value head. If the heads cannot be split evenly, `jaxpar.layers.head_layout` pads them.
 
 
 # %%
 def tp_attention(w, x):  # x: f32[b, s/8, d]
     weights = w["q"], w["k"], w["v"], w["o"]
+    # heads and kv_heads: of the full model
     return parallel_attention(x, *weights, "tp", attend, heads=HEADS, kv_heads=HEADS)
 
 
@@ -244,7 +241,7 @@ assert counts.forward == {"all_gather": 2, "psum_scatter": 2}
 assert counts.forward_bytes == 4 * 7 / 8 * x.nbytes
 
 # %% [markdown]
-# A block has two gathers and two scatters. The picture shows the weights of each device.
+# In the picture each colour is one device's part of a weight.
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 PALETTE = plt.get_cmap("Set2").colors
@@ -267,9 +264,9 @@ plt.show()
 # ## 5. The vocabulary, and the full model
 #
 # The embedding is sharded by words. Each device looks up the words in its shard, and has zeros
-# for all other words. A reduce-scatter adds these and leaves each device its positions. The loss
-# never gathers the logits. For each position the devices exchange a maximum, a sum and the
-# label's logit.
+# for all other words. A reduce-scatter adds the lookups and leaves each device its positions. The
+# loss gathers `x`, but never the logits. For each position the devices exchange a maximum, a sum
+# and the label's logit.
 
 
 # %%
@@ -293,18 +290,17 @@ def tp_loss(params, batch):
 
 
 loss, gradients = jaxpar.jit(jax.value_and_grad(tp_loss))(params, batch)
+jax.tree.map(check, (loss, gradients), expected)
 print(f"loss on eight devices {loss:.4f}, on one device {expected[0]:.4f}")
-checked = jax.tree.map(check, (loss, gradients), expected)
 
 # %% [markdown]
-# Each device applies the norms to its positions only. So the gradient of a norm's weights is a
-# sum over devices, and JAX inserts it.
+# JAX also sums the norms' gradients over the devices.
 #
 # ## 6. A prediction for TPU
 #
 # These times are predicted, not measured: the forward pass of an MLP with the sizes of Llama 3 8B
-# on four v5p chips. The program by hand uses `lax` collectives, and all are compiled with the
-# same options.
+# on four v5p chips. The program by hand uses `lax` collectives. All three programs use the same
+# compiler options.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "tp=4")
@@ -341,23 +337,22 @@ print(f"bidirectional saves {1e6 * saved:.0f} us, {saved / times['by hand']:.0%}
 assert saved > 0.2 * times["by hand"]
 
 # %% [markdown]
-# By hand, the first matmul waits for the full gather, and the scatter waits for the last matmul.
-# The layers send blocks around a ring while other blocks are multiplied. With jax 0.12 keep the
-# default. With jax 0.10, which made the output above, name a mode: `Axis("tp",
-# mode="bidirectional")`.
+# With `mode="bidirectional"`, `column_parallel_linear` and `row_parallel_linear` send blocks around
+# a ring while others are multiplied. The default scatters in four chunks instead. The compiler of
+# jax 0.10.2, which made the output above, joins them into one all-reduce after the last matmul. So
+# name a mode with jax 0.10.2: `Axis("tp", mode="bidirectional")`. With jax 0.12.0.1 the default
+# overlaps, so keep it, as in [notebook 4](04_overlapped_matmuls.ipynb):
 #
 # | predicted us | by hand | default | bidirectional |
 # |---|---|---|---|
-# | jax 0.10.2 | 2215 | 1958 | 1356 |
 # | jax 0.12.0.1 | 1758 | 1279 | 1333 |
 #
-# Inside a model, neighbouring work can hide collectives too, so a training step gains less.
+# Inside a model, neighbouring work can hide collectives too, so expect a smaller gain for a
+# training step.
 #
 # ## In short
 #
-# - Shard the first weight by columns and the second by rows. Put a gather before and a
-#   reduce-scatter after, and shard the sequence between regions.
-# - Heads are columns of q, k, v and rows of o.
-# - A vocabulary is sharded by words, and the logits are never gathered.
+# Shard the first weight by columns and the second by rows. Gather before the first matmul,
+# reduce-scatter after the second, and shard the sequence between regions.
 #
 # Next: [FSDP and tensor parallelism](08_fsdp_and_tensor_parallel.ipynb) at once.
