@@ -151,7 +151,7 @@ FIGURES = {
     "network": (15, "bench", "python benchmarks/network"),  # as root, on Linux
     "moe": (25, "bench,tpu,gpu", "python benchmarks/moe"),
     "training_step": (30, "bench,tpu,gpu", "python benchmarks/training_step"),
-    "sweep": (60, "bench,tpu", "python benchmarks/sweep --ways"),
+    "sweep": (180, "bench,tpu", "python benchmarks/sweep --ways"),
 }
 
 

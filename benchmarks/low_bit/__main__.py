@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -31,10 +32,10 @@ from workers import choose, require_positive, write_json
 README = Path(__file__).with_name("README.md")
 TRAINING = "training"
 DEVICES, SIZES = 16, (4, 8, 16)
-DTYPES = ("bfloat16", "float32")
+DTYPE = "bfloat16"  # of operands
 PARTS = ("drawn", "rings", "trained")  # and sections of README.md
 GRADIENT_WIRES = ("none", "int8", *errors.EXACT, "int8 / 128", "float8_e4m3fn")
-RING_WIRES = ("int8", "float8_e4m3fn")
+EIGHT_BITS = ("int8", "float8_e4m3fn")
 GRADIENTS = ("gather, dw", "scatter, dx", "scatter, dw")  # that something in 8 bits is part of
 
 
@@ -71,40 +72,39 @@ def gradient_table(
     return Table([f"{title}, {dtype}", *GRADIENT_WIRES], rows)
 
 
-def ring_table(case: Case, dtype: str, sizes: Sequence[int] = SIZES) -> Table:
-    """A row for each size of a ring: errors of one case, which all modes share.
+def extremes(table: Table) -> Table:
+    """The rows with the least and the largest rms error in each column of 8 bits."""
+    kept: list[list[str]] = []
+    for column in range(table.titles.index("int8"), len(table.titles)):
+        rms = [float(row[column].split()[0]) for row in table.rows]
+        for value in (min(rms), max(rms)):
+            if not any(float(row[column].split()[0]) == value for row in kept):
+                kept.append(table.rows[rms.index(value)])
+    return replace(table, rows=[row for row in table.rows if row in kept])
+
+
+def check_rings(case: Case, dtype: str, sizes: Sequence[int] = SIZES) -> None:
+    """Compares the errors of one case over rings of all sizes, in all modes.
 
     Raises:
       AssertionError: a size or a mode rounds what it gathers otherwise.
     """
-    rows: list[list[str]] = []
-    seen: dict[str, dict[str, errors.Error]] = {wire: {} for wire in RING_WIRES}
-    for size in sizes:
-        row = [str(size)]
-        for wire in RING_WIRES:
-            for mode in errors.MODES:
-                seen[wire][f"{size}, {mode}"] = errors.forward(case, dtype, wire, size, mode)
-            row.append(_cell(seen[wire][f"{size}, {errors.MODES[-1]}"]))
-        of_modes = {
-            mode: errors.gradients(case, dtype, "int8", size, mode) for mode in errors.MODES
-        }
-        for of in GRADIENTS:
-            alike = {mode: found[of] for mode, found in of_modes.items()}
-            _require_alike(alike, f"{of}, ring of {size}, {dtype}")
-            row.append(_cell(alike[errors.MODES[-1]]))
-        rows.append(row)
-    for wire, found in seen.items():
+    rings = list(product(sizes, errors.MODES))
+    for wire in EIGHT_BITS:
+        found = {f"{ring}": errors.forward(case, dtype, wire, *ring) for ring in rings}
         _require_alike(found, f"{case.name}, {wire}, {dtype}")
-    titles = [f"ring, {dtype}", *RING_WIRES, *(f"int8: {of}" for of in GRADIENTS)]
-    return Table(titles, rows)
+    gradients = {f"{ring}": errors.gradients(case, dtype, "int8", *ring) for ring in rings}
+    for of in GRADIENTS:
+        alike = {ring: found[of] for ring, found in gradients.items()}
+        _require_alike(alike, f"{of}, {dtype}")
 
 
 def step_table(model: trained.Trained) -> Table:
     """A row for each dtype and wire: a step of the trained model, next to float32 as it is."""
     rows = [
         [f"{dtype}, {wire}", f"{loss:+.1e}", f"{gradient:.2g}"]
-        for dtype in reversed(DTYPES)
-        for wire, loss, gradient in trained.steps(model, dtype, GRADIENT_WIRES)
+        for dtype, wires in (("float32", EIGHT_BITS), ("bfloat16", ("none", *EIGHT_BITS)))
+        for wire, loss, gradient in trained.steps(model, dtype, wires)
     ]
     return Table(["step of the trained model", "held-out loss", "gradient"], rows)
 
@@ -140,17 +140,23 @@ def tables_of(part: str, steps: int) -> list[Table]:
     """Measures, and returns a table after the other."""
     if part == "drawn":
         cases = drawn()
-        found = [forward_table(part, cases, dtype) for dtype in DTYPES]
-        return [*found, gradient_table(part, cases, DTYPES[0])]
+        return [
+            forward_table(part, cases, DTYPE),
+            gradient_table(part, [cases[0], cases[-1]], DTYPE),
+        ]
     if part == "rings":
         case = drawn()[0]
-        return [table(case, dtype) for table in (ring_table, sums_table) for dtype in DTYPES]
+        for dtype in (DTYPE, "float32"):
+            check_rings(case, dtype)
+        return [sums_table(case, DTYPE)]
     model = trained.train(training=replace(trained.TRAINING, steps=steps))
     of = trained.cases(model)
+    inputs, weights = (
+        extremes(forward_table(part, of[kind], DTYPE)) for kind in ("activations", "weights")
+    )
     return [
-        *(forward_table("activations", of["activations"], dtype) for dtype in DTYPES),
-        forward_table("weights", of["weights"], DTYPES[0]),
-        gradient_table("cotangents", of["cotangents"], DTYPES[0], GRADIENTS[1:]),
+        replace(inputs, rows=inputs.rows + weights.rows),
+        extremes(gradient_table("cotangents", of["cotangents"], DTYPE, GRADIENTS[1:])),
         step_table(model),
     ]
 

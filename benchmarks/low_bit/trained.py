@@ -118,10 +118,10 @@ def cases(trained: Trained) -> dict[str, list[Case]]:
         w = {name: stacked[layer] for name, stacked in trained.params["layers"].items()}
         for name, label in (("query", "attention"), ("gate", "MLP")):
             x = inputs[name][layer]
-            found["activations"].append(Case(f"into {label} {layer}", x, w[name]))
+            found["activations"].append(Case(f"activations into {label} {layer}", x, w[name]))
         for name, dim in (("query", 0), ("gate", 0), ("down", 1)):
             x = inputs[name][layer]
-            found["weights"].append(Case(f"{name} {layer}", x, w[name], None, "rhs", dim))
+            found["weights"].append(Case(f"weights, {name} {layer}", x, w[name], None, "rhs", dim))
         # The derivative of the last matmul of each half gathers the cotangent.
         for name, label in (("output", "attention"), ("down", "MLP")):
             x, ct = inputs[name][layer], cts[name][layer]

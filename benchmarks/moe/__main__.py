@@ -20,58 +20,61 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
-from moe.worker import CASES, FORMS
+from moe.worker import CASES, FORMS, PASSES
 from tables import Table, made_by, rewrite, update
 from workers import add_arguments, choose, records_of, require_positive, run_all, write_json
 
 README = Path(__file__).with_name("README.md")
 COMPILED, CPU = "experts compiled", "experts on CPU"
+SHOWN = tuple(form for form in FORMS if form != "dense")  # the slowest, or out of memory
+WITH_MEMORY = "DeepSeek-V3"  # the model that has a table of it
 Found = dict[tuple[str, str, str], dict[str, Any]]  # by case, form and pass
 
 
 def compile_one(task: tuple[str, str, str]) -> dict[str, Any]:
     """Returns the record of one form of one case, or why there is none."""
     records, spent = records_of("moe.worker", task)
-    shown = " | ".join(_cells(records[-1]))
+    shown = records[-1].get("failure") or f"{_time(records[-1])}, {_memory(records[-1])}"
     print(f"  {spent:5.0f} s  {', '.join(task)}: {shown}", flush=True)
     return records[-1]
 
 
-def _cells(record: dict[str, Any]) -> list[str]:
-    """Time, exposed transfers, bytes sent (and what static shapes would send), and memory."""
+def _time(record: dict[str, Any]) -> str:
+    """Milliseconds, and what of them is exposed."""
     if "total" not in record:
-        return [record.get("failure", "-"), "", "", ""]
-    sent, padded = record["sent"] / 1e9, record["padded"] / 1e9
-    loops = "?" if record["unknown loops"] else ""
-    return [
-        f"{'~' if record['estimate'] == 'roofline' else ''}{record['total'] * 1e3:.2f}{loops}",
-        f"{record['exposed'] / record['total']:.1%}",
-        f"{sent:.2f}" + (f" ({padded:.2f})" if padded > 1.005 * sent else ""),
-        f"{record['peak'] / 2**30:.2f}",
-    ]
+        return "out of memory" if "memory" in record.get("failure", "") else "failed"
+    about, loops = "~" * (record["estimate"] == "roofline"), "?" * bool(record["unknown loops"])
+    exposed = record["exposed"] / record["total"]
+    return f"{about}{record['total'] * 1e3:.2f}{loops} ({exposed:.1%})"
 
 
-def compiled_tables(found: Found) -> dict[str, Table]:
-    """A table for each case: a row for each form."""
-    tables: dict[str, Table] = {}
-    for case in dict.fromkeys(case for case, _, _ in found):
-        forms = dict.fromkeys(form for at, form, _ in found if at == case)
-        passes = dict.fromkeys(which for at, _, which in found if at == case)
-        titles, rows = ["form"], [[form] for form in forms]
-        for which in passes:
-            bounds = [found[case, form, which].get("bound") for form in forms]
-            bound = next((f"{b / 1e9:.2f}" for b in bounds if b), "-")
-            titles += [
-                f"{which if which == 'forward' else 'forward and backward'}, ms",
-                "exposed",
-                f"GB sent (bound {bound})",
-                "HBM, GiB",
-            ]
-            for row, form in zip(rows, forms, strict=True):
-                record = found[case, form, which]
-                why = "out of memory" if "memory" in record.get("failure", "") else "failed"
-                row += _cells(record) if "total" in record else [why, "", "", ""]
-        tables[case] = Table(titles, rows)
+def _memory(record: dict[str, Any]) -> str:
+    """GB sent, and GiB of HBM."""
+    return f"{record['sent'] / 1e9:.2f}, {record['peak'] / 2**30:.2f}" if "total" in record else ""
+
+
+def compiled_tables(found: Found) -> list[Table]:
+    """Tables for each model: a row for each form that is not like one above, a column a slice."""
+    models: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for (case, form, which), record in found.items():
+        model, _, chips = case.partition(", ")
+        forms = models.setdefault(model + ", forward" * (which == "forward"), {})
+        forms.setdefault(form, {})[chips] = record
+    tables: list[Table] = []
+    for model, forms in models.items():
+        chips = list(next(iter(forms.values())))
+        kinds = {"ms (exposed)": _time}
+        if model == WITH_MEMORY:
+            kinds["GB sent, GiB of HBM"] = _memory
+        for what, cell in kinds.items():
+            lines: dict[tuple[str, ...], str] = {}
+            for form, records in forms.items():
+                lines.setdefault(tuple(map(cell, records.values())), form)
+            rows = [[form, *cells] for cells, form in lines.items()]
+            if cell is _memory:
+                bounds = (CASES[f"{model}, {at}"].bound(passes=2) / 1e9 for at in chips)
+                rows.append(["bound", *(f"{bound:.2f}" for bound in bounds)])
+            tables.append(Table([f"{model}: {what}", *chips], rows))
     return tables
 
 
@@ -108,14 +111,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="moe", description=__doc__.splitlines()[0])
     known = {str(number): case for number, case in enumerate(CASES)}
     add_arguments(parser, list(known))
-    parser.add_argument("--forms", help=f"some of: {';'.join(FORMS)} (default: all)")
+    parser.add_argument("--forms", help=f"some of: {';'.join(FORMS)} (default: all but dense)")
     parser.add_argument("--forward", action="store_true", help="compile the forward alone too")
     parser.add_argument("--part", choices=("compiled", "cpu"), help="only one (default: both)")
     parser.add_argument("--rounds", type=int, default=7, help="of timing on CPU")
     args = parser.parse_args(argv)
     args.some = args.cases is not None or args.forms is not None
     args.names = choose(parser, "--cases", args.cases, known)
-    args.forms = choose(parser, "--forms", args.forms, {form: form for form in FORMS}, ";")
+    forms = ";".join(SHOWN) if args.forms is None else args.forms
+    args.forms = choose(parser, "--forms", forms, {form: form for form in FORMS}, ";")
     require_positive(parser, args, "jobs", "rounds")
     return args
 
@@ -127,20 +131,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rewrite(README.read_text(), section, "")  # before minutes of work: it has the markers
     everything: dict[str, Any] = {}
     if args.part != "cpu":
-        passes = ("forward", "gradients") if args.forward else ("gradients",)
+        passes = PASSES if args.forward else PASSES[1:]
         tasks = list(product(args.names, args.forms, passes))
         found: Found = run_all(compile_one, tasks, args.jobs)
         everything["compiled"] = [
             {"case": c, "form": f, "pass": p, **record} for (c, f, p), record in found.items()
         ]
         tables = compiled_tables(found)
-        for case, table in tables.items():
-            print(case)
+        for table in tables:
             table.print(width=140)
         if not args.some:
             line = made_by("python benchmarks/moe", "libtpu", "jax-cuda13-pjrt")
-            parts = [f"{case}:\n\n{table.markdown()}" for case, table in tables.items()]
-            update(README, COMPILED, "\n\n".join([line, *parts]))
+            update(README, COMPILED, "\n\n".join([line, *(t.markdown() for t in tables)]))
     if args.part != "compiled" and not args.some:
         everything["cpu"] = time_on_cpu(args.rounds)
         table = cpu_table(everything["cpu"])

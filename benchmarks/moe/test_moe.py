@@ -1,5 +1,7 @@
 """All forms of a layer of experts compute the same, and the tables are right."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,21 +63,26 @@ def test_blocks_are_those_of_the_loops():
 
 def results(**changed):
     record = {"total": 1e-3, "exposed": 1e-4, "peak": 2**30, "sent": 2e9, "unknown loops": 0}
-    record |= {"padded": 2e9, "bound": 1.5e9, "estimate": "the compiler's cycles"}
-    forms = ("dense", "jaxpar ragged")
-    found = {("a case", form, which): dict(record) for form in forms for which in worker.PASSES}
+    record |= {"estimate": "the compiler's cycles"}
+    cases, forms = ("DeepSeek-V3, h100:8", "DeepSeek-V3, b200:8"), ("all-gather", "jaxpar ragged")
+    found = {key: dict(record) for key in product(cases, forms, worker.PASSES)}
     for place, change in changed.items():
-        found["a case", "dense", place] = change if "failure" in change else record | change
+        key = cases[0], forms[0], place
+        found[key] = change if "failure" in change else record | change
     return found
 
 
-def test_a_table_has_a_row_for_each_form():
-    found = results(forward={"padded": 3e9, "estimate": "roofline", "unknown loops": 1})
-    table = command.compiled_tables(found)["a case"]
-    assert table.titles[1:4] == ["forward, ms", "exposed", "GB sent (bound 1.50)"]
-    first, second = table.rows
-    assert first[:5] == ["dense", "~1.00?", "10.0%", "2.00 (3.00)", "1.00"]
-    assert second == ["jaxpar ragged", *["1.00", "10.0%", "2.00", "1.00"] * 2]
+def test_tables_have_a_row_for_each_form_that_is_like_no_other():
+    found = results(forward={"estimate": "roofline", "unknown loops": 1})
+    forward, times, memory = command.compiled_tables(found)
+    assert forward.titles == ["DeepSeek-V3, forward: ms (exposed)", "h100:8", "b200:8"]
+    assert forward.rows == [
+        ["all-gather", "~1.00? (10.0%)", "1.00 (10.0%)"],
+        ["jaxpar ragged", "1.00 (10.0%)", "1.00 (10.0%)"],
+    ]
+    assert times.rows == [["all-gather", "1.00 (10.0%)", "1.00 (10.0%)"]]
+    assert memory.titles[0] == "DeepSeek-V3: GB sent, GiB of HBM"
+    assert memory.rows == [["all-gather", "2.00, 1.00", "2.00, 1.00"], ["bound", "1.09", "1.09"]]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +90,9 @@ def test_a_table_has_a_row_for_each_form():
     [("Ran out of memory in hbm", "out of memory"), ("its process died", "failed")],
 )
 def test_a_failure_is_shown(reason, shown):
-    table = command.compiled_tables(results(gradients={"failure": reason}))["a case"]
-    assert table.rows[0][5:] == [shown, "", "", ""]
+    _, times, memory = command.compiled_tables(results(gradients={"failure": reason}))
+    assert times.rows[0] == ["all-gather", shown, "1.00 (10.0%)"]
+    assert memory.rows[0] == ["all-gather", "", "2.00, 1.00"]
 
 
 def test_the_table_of_times():

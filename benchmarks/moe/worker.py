@@ -189,9 +189,7 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
     if path := os.environ.get("MOE_HLO"):
         with open(path, "w") as file:
             file.write(program.text)
-    average = assumed(case, form)
-    played = timeline(program, assumed=average)
-    padded = timeline(program, assumed=Assumptions(trips=average.trips))
+    played = timeline(program, assumed=assumed(case, form))
     if os.environ.get("MOE_EVENTS"):
         for event in played.events:
             if event.seconds > 2e-3 * played.total:
@@ -206,8 +204,6 @@ def record(case: Case, form: str, which: str) -> dict[str, Any]:
         "compute": played.compute,
         "exposed": played.exposed,
         "sent": played.sent_bytes,
-        "padded": padded.sent_bytes,
-        "bound": case.bound(PASSES.index(which) + 1),
         "peak": program.memory.peak,
         "seconds": program.seconds,
         "estimate": played.estimate,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.tools.cli.ops import OPS
 from overlap.peers import PEERS
-from overlap.worker import GPUS, MODES, Case
+from overlap.worker import GPUS, Case
 from tables import Table, made_by
 
 NAMES = {
@@ -62,20 +62,20 @@ def results(found: Sequence[dict[str, Any]]) -> list[Result]:
 
 def main_table(cases: Sequence[Result]) -> Table:
     """A line a case, then the geometric mean and the worst of those that are not a fallback."""
-    titles = ["case", "floor, ms", *PEERS, *(f"jaxpar {NAMES.get(mode, mode)}" for mode in MODES)]
-    titles += ["auto / best peer", "auto / best mode", "auto's temporaries, MiB (blocks)"]
-    columns = [("peer", peer) for peer in PEERS] + [("mode", mode) for mode in MODES]
+    peers = [peer for peer in PEERS if peer != "guide one way"]
+    titles = ["case", "floor, ms", *peers, "jaxpar both ways", "jaxpar auto"]
+    titles += ["auto / best peer", "auto / best mode"]
+    columns = [("peer", peer) for peer in peers] + [("mode", "bidirectional"), ("mode", "auto")]
     ratios = [[each.ratio(*column) for column in columns] for each in cases]
     over = [_over(each.ratio("mode", "auto"), each.best_peer) for each in cases]
     of_best = [_over(each.ratio("mode", "auto"), each.best_mode) for each in cases]
     rows = []
     for number, each in enumerate(cases):
-        auto = each.record("mode", "auto")
         cells = [_number(x) for x in ratios[number]]
-        cells[-1] = f"**{cells[-1]}**{_pick(auto)}"
+        cells[-1] = f"**{cells[-1]}**{_pick(each.record('mode', 'auto'))}"
         floor = each.found.get("floor")
         name = f"{each.label}; {each.case.chip}"
-        rest = [_number(over[number]), _number(of_best[number]), _memory(auto, each.case)]
+        rest = [_number(over[number]), _number(of_best[number])]
         rows.append([name, f"{floor * 1e3:.3f}" if floor else "-", *cells, *rest])
     counted = [n for n, each in enumerate(cases) if not each.case.fallback]
     for title, reduce in (("geometric mean, no fallback", geometric_mean), ("worst", max)):
@@ -84,23 +84,24 @@ def main_table(cases: Sequence[Result]) -> Table:
         pair = [[column[n] for n in counted if column[n]] for column in (over, of_best)]
         rest = [_number(reduce(x) if x else None) for x in pair]
         if counted:
-            rows.append([f"**{title}**", "", *cells, *rest, ""])
+            rows.append([f"**{title}**", "", *cells, *rest])
     return Table(titles, rows)
 
 
 def gpu_table(found: Sequence[dict[str, Any]]) -> Table:
-    """The transfers of every operation on GPUs."""
-    hosts = [each for chip in GPUS for each in found if each.get("gpu") == chip]
-    passes = {False: "forward", True: "forward + backward"}
-    titles = ["op", *(f"{host['gpu']}, {text}" for host in hosts for text in passes.values())]
-    rows = []
-    for op in OPS:
-        cells = []
-        for host in hosts:
-            records = {(r["op"], r["grad"]): r for r in host["records"] if "total" in r}
-            cells += [_transfers(records.get((op, grad))) for grad in passes]
-        rows.append([op, *cells])
-    return Table(titles, rows if hosts else [])
+    """The transfers of every operation on GPUs; where these differ, of one after the other."""
+    hosts = [
+        {(r["op"], r["grad"]): r for r in each["records"] if "total" in r}
+        for chip in GPUS
+        for each in found
+        if each.get("gpu") == chip
+    ]
+
+    def cell(op: str, grad: bool) -> str:
+        return ", ".join(dict.fromkeys(_transfers(records.get((op, grad))) for records in hosts))
+
+    rows = [[op, cell(op, False), cell(op, True)] for op in OPS]
+    return Table(["op", "forward", "forward + backward"], rows if hosts else [])
 
 
 def failures(found: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -119,8 +120,9 @@ def tables(found: Sequence[dict[str, Any]]) -> str:
     parts = [
         made_by("python benchmarks/overlap", "libtpu", "jax-cuda13-pjrt"),
         "Time over floor:\n\n" + main_table(results(found)).markdown(),
-        'GPUs, `mode="auto"`, bfloat16, M x K x N = 8192x8192x28672, default flags and wire: '
-        "transfers that are asynchronous / of these, around at least one matmul / synchronous:"
+        f'{" and ".join(GPUS)}, `mode="auto"`, bfloat16, M x K x N = 8192x8192x28672, default '
+        "flags and wire. Transfers: asynchronous / of these, around at least one matmul / "
+        "synchronous:"
         "\n\n" + gpu_table(found).markdown(),
     ]
     if missing := list(failures(found)):
@@ -153,13 +155,6 @@ def _number(value: float | None) -> str:
 def _pick(record: dict[str, Any]) -> str:
     same = record.get("same_as", "auto")
     return f" ({NAMES[same]})" if same in NAMES else ""
-
-
-def _memory(record: dict[str, Any], case: Case) -> str:
-    if not record:
-        return "-"
-    temporaries = record["temporaries"]
-    return f"{temporaries / 2**20:.0f} ({temporaries / case.block_bytes:.1f})"
 
 
 def _transfers(record: dict[str, Any] | None) -> str:

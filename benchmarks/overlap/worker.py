@@ -59,14 +59,6 @@ class Case:
         """Which dimensions are sharded."""
         return OPS[FORMS[self.op]]
 
-    @property
-    def block_bytes(self) -> int:
-        """What a ring sends at a time: a block of the gathered operand or scattered result."""
-        form = self.form
-        moved = {"lhs": self.m * self.k, "rhs": self.k * self.n, "out": self.m * self.n}
-        which = "out" if form.lhs == form.rhs else "lhs" if form.rhs == form.out else "rhs"
-        return moved[which] // self.size * jnp.dtype(self.dtype).itemsize
-
 
 def load_cases() -> list[Case]:
     """Reads the public cases."""
@@ -140,7 +132,6 @@ class Compiler:
             "same_as": variant,
             "total": played.total,
             "exposed": played.exposed,
-            "temporaries": program.memory.temporaries,
             "asynchronous": len(asynchronous),
             "bracketing": sum(bool(event.covers) for event in asynchronous),
             "synchronous": len(played.transfers) - len(asynchronous),

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import exp, log
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 if __name__ == "__main__":
@@ -33,7 +34,7 @@ from workers import records_of, require_positive, write_json
 FOLDER = Path(__file__).parent
 CACHE, README, SECTION = FOLDER / ".cache" / "found.jsonl", FOLDER / "README.md", "sweep"
 BATCH = 8  # points of one process
-MOST = {"peer": 1.02, "way": 1.05}  # what `auto` may take of the best of each
+MOST = 1.02  # what `auto` may take of the best peer
 
 Found = dict[Point, dict[str, dict[str, Any]]]  # by point and form
 
@@ -98,7 +99,7 @@ def losers(found: Found) -> Table:
     rows: list[tuple[float, list[str]]] = []
     for point, forms in found.items():
         over, best = ratio(forms, PEERS)
-        if over > MOST["peer"]:
+        if over > MOST:
             auto = forms.get("auto", {})
             shown = f"{auto['total'] * 1e6:.0f}" if "total" in auto else auto.get("failure", "-")
             rows.append((over, [point.label, shown, best, f"{over:.2f}"]))
@@ -106,35 +107,40 @@ def losers(found: Found) -> Table:
     return Table(["point", "auto, us", "best peer", "auto / best"], [row for _, row in rows])
 
 
-def summary(found: Found, ways: bool) -> Table:
-    """One row a slice and pass: how `auto` stands against peers, and against `ways` if asked."""
-    rows: list[list[str]] = []
-    groups: dict[tuple[str, str], list[dict[str, dict[str, Any]]]] = {}
+def summary(found: Found) -> Table:
+    """A row for each slice: how `auto` stands against peers, with and without options."""
+    slices: dict[str, dict[str, list[float]]] = {}
     for point, forms in found.items():
-        passes = "gradients" if point.grad else "forward"
-        options = "" if point.options else ", no options"
-        groups.setdefault((point.slice, passes + options), []).append(forms)
-    for (chips, passes), group in sorted(groups.items()):
-        peers = [ratio(forms, PEERS)[0] for forms in group]
-        late = sum(over > MOST["peer"] for over in peers)
-        mean, worst = exp(sum(map(log, peers)) / len(peers)), max(peers)
-        row = [chips, passes, str(len(group)), f"{mean:.2f}", f"{worst:.2f}", str(late)]
-        if ways:
-            named = [ratio(forms, sorted({*forms} - {*PEERS[1:], "auto"}))[0] for forms in group]
-            row.append(str(sum(over > MOST["way"] for over in named)))
-        rows.append(row)
-    titles = ["slice", "passes", "points", "auto / best peer", "worst", "above 1.02 of peers"]
-    return Table(titles + ["above 1.05 of ways"] * ways, rows)
+        passes = ("gradients" if point.grad else "forward") + ", no options" * (not point.options)
+        of = slices.setdefault(point.slice, {}).setdefault(passes, [])
+        of.append(ratio(forms, PEERS)[0])
+    titles = ["forward", "gradients", "forward, no options", "gradients, no options"]
+    rows = [
+        [chips, *(_mean(of.get(passes, [])) for passes in titles)]
+        for chips, of in sorted(slices.items())
+    ]
+    return Table(["slice", *titles], rows)
 
 
-def show(found: Found, command: str, ways: bool = False) -> None:
+def _mean(ratios: Sequence[float]) -> str:
+    """The geometric mean, and of how many."""
+    return f"{exp(mean(map(log, ratios))):.2f} ({len(ratios)})" if ratios else ""
+
+
+def show(found: Found, command: str) -> None:
     """Shows the losers and the summary, and rewrites README.md, if a command is to stand there."""
-    behind, table = losers(found), summary(found, ways)
+    behind, table = losers(found), summary(found)
     behind.print(width=140)
     table.print(width=140)
     if command:
-        line = made_by(command, "libtpu")
-        update(README, SECTION, f"{line}\n\n{table.markdown()}\n\n{behind.markdown()}")
+        parts = [
+            made_by(command, "libtpu"),
+            "Time of `auto` over the best peer's, geometric mean (points):",
+            table.markdown(),
+            f"All points above {MOST} of the best peer's time:",
+            behind.markdown(),
+        ]
+        update(README, SECTION, "\n\n".join(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         times.write(times.here(), {point: _seconds(forms) for point, forms in found.items()})
     write_json(args.json, [{**p.record(), "forms": forms} for p, forms in found.items()])
     command = "python benchmarks/sweep" + (" --ways" if args.ways else "")
-    show(found, "" if some else command, args.ways)
+    show(found, "" if some else command)
     return 0
 
 
