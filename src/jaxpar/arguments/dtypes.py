@@ -116,8 +116,8 @@ class LowBit:
       dtype: `"int8"`, or `"float8_e4m3fn"`, which is more exact only if a row's largest numbers are
         hundreds of times the others.
       columns: largest size of a block; blocks divide the row evenly. None: the full row.
-      sums: dtype in which partial sums travel. None: their own. 8-bit sums have `dtype`, and are
-        rounded at every hop of a ring, and once by a collective.
+      sums: dtype in which partial sums travel. None: their own. If 8-bit, it must equal `dtype`;
+        each hop of a ring rounds, a collective once.
       cotangents: whether the backward pass gathers cotangents in 8 bits, too.
 
     Rows are along the last dimension that is not gathered. A scale (float32) is a block's largest
@@ -125,11 +125,11 @@ class LowBit:
     Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 
     Raises:
-      TypeError: the dtype is another one, `sums` is another 8-bit dtype, or columns no integer.
+      TypeError: `dtype` is another one, or `sums` is another 8-bit dtype.
       ValueError: columns is less than 1.
 
     Cost: a block is read twice and written once. Half of bfloat16's bytes travel, and 4 bytes for
-    its scale. int8 rounds by at most 1/254 of a block's largest number.
+    each scale. int8 rounds by at most 1/254 of a block's largest number.
 
     Example:
       >>> Axis("tp", wire_dtype=LowBit("int8", columns=256)).wire_dtype.columns

@@ -48,43 +48,43 @@ else:
 class Axis:
     """Mesh axes, and how data travel over them.
 
-    Functions take a string, a tuple, a list or an `Axis`. An argument at the call overrides that of
-    the `Axis`.
+    Functions take a string, a tuple, a list or an `Axis`. A function's own argument, such as
+    `mode`, overrides that of the `Axis`.
 
     Args:
-      names: a mesh axis, or a tuple or list of axes in any order. Logical indices count in this
-        order, as in `jax.lax.axis_index`. Another `Axis` gives the options that are not given here.
+      names: a mesh axis, or several in any order. Logical indices count in this order, as in
+        `jax.lax.axis_index`. Another `Axis` gives the options that are not given here.
       mode: the algorithm.
 
-        - `"naive"`: a collective of `jax.lax`
-        - `"stationary"`: naive, but in matmuls the other operand and the result travel, not the
-          gathered operand
-        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: one collective for each chunk
+        - `"naive"`: a collective of `jax.lax`, before or after one matmul
+        - `"stationary"`: in matmuls, the other operand and the result travel, not the gathered
+          operand; elsewhere as `"naive"`
+        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: as many rings as there are axes, or as `make_mesh` finds in a single axis;
-          they share no link on a torus. Matmuls go along one axis after the other instead, if all
-          have one length and this is predicted to be faster.
-        - `"auto"`: the mode that is predicted to be fastest
+        - `"multi-ring"`: one ring for each axis, or several in a single axis of a mesh from
+          `make_mesh`; on a torus they share no link. Matmuls may go along equally long axes one
+          after the other instead, if predicted to be faster.
+        - `"auto"`: in matmuls and ring attention, the mode predicted to be fastest for each pass
+          (naive on CPUs and unknown chips); elsewhere as each function says
 
       backward: the mode of the backward pass of matmuls. None: `mode`.
       wire_dtype: dtype in which partial sums travel. None: that of the result. Additions are in
         float32 at least. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8
-        bits with scales, and sums as with None.
-      keep_gathered: whether a matmul saves the gathered operand for its derivative, instead of
-        gathering it again.
+        bits with scales, and sums as with None or as the `LowBit` says. Derivatives ignore the
+        rounding.
+      keep_gathered: whether a matmul saves the gathered operand for its derivative.
 
         - True: all but chunked modes save it. Layers with an `fsdp_axis` gather weights again.
-        - False: all modes gather it again, except `"stationary"`, which gathers nothing.
-        - None: `"auto"` on TPUs saves it, unless it chooses chunks. Two `"naive"` or two
-          `"stationary"` passes save it. All others gather it again, and so does FSDP.
+        - False: it is gathered again (`"stationary"` gathers nothing).
+        - None: `"auto"` on TPUs saves it, unless it chooses chunks. So do two `"naive"` passes.
+          Otherwise, and in FSDP, it is gathered again.
 
       gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used. Only
         FSDP, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed and returned
-        in the shards' dtype, and travel in it, too, without a `wire_dtype`. None: the shards'
+        in the shards' dtype, and sent in it unless there is a `wire_dtype`. None: the shards'
         dtype.
 
     Raises:
-      TypeError: names are not strings, or an option has the wrong type.
       ValueError: there is no name, a name is repeated, or a mode is unknown.
 
     Example:

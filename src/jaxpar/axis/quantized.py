@@ -28,16 +28,16 @@ else:
 class Quantized:
     """An array as 8-bit values and the scales that multiply them; a pytree.
 
-    In place of a gathered array, its values travel unchanged. It has no derivative.
+    Given in place of a gathered array, it travels as it is. It has no derivative.
 
     Args:
       values: int8 or float8, in the array's shape.
-      scales: floats, each for equally many neighbours. Their dimensions divide those of the values.
-        Along the gathered dimension, each position or each device's block has one scale.
-      dtype: of the array. A matmul uses the dtype of the other operand.
+      scales: floats of the values' rank. Each dimension divides the values', so one scale serves a
+        block. Along the gathered dimension, each position or each device's block has one.
+      exact: the array before rounding, which gets the gradient; set by jaxpar.
+      dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
 
     Raises (at its use):
-      TypeError: values are not 8-bit numbers, or scales are not floats.
       ValueError: the scales' shape does not divide that of the values.
 
     Example:

@@ -35,16 +35,15 @@ def quantize(
       x: floats of any shape.
       dtype: `"int8"` or `"float8_e4m3fn"`.
       dim: the dimension that is cut into blocks.
-      columns: largest size of a block; blocks divide the dimension evenly. None: one block.
-      key: of `jax.random`, only for int8: rounds up or down at random, exact on average. None:
-        rounds to nearest.
+      columns: as in `LowBit`, along `dim`. None: one block.
+      key: a `jax.random` key for stochastic rounding, only for int8. None: to nearest.
 
     Returns:
-      A `Quantized`, without derivative. A scale is a block's largest magnitude over the dtype's
-      largest number. A block with a number that is not finite is NaN.
+      A `Quantized` without derivative: values in x's shape, and a scale for each block along `dim`,
+      as in `LowBit`.
 
     Raises:
-      TypeError: the array is not of floats, an option has the wrong type, or float8 has a key.
+      TypeError: x is not of floats, or float8 has a key.
       ValueError: dim is out of range, or columns is less than 1.
 
     Cost: x is read twice. A quarter of float32's bytes is written.

@@ -157,38 +157,37 @@ def ragged_all_to_all(
     recv_sizes: ArrayLike,
     axis: AxisLike,
 ) -> Array:
-    """Sends slices of rows, of any sizes, to the devices of an axis, and writes the received ones.
+    """Sends slices of rows, of any sizes, to devices, and writes received slices into `output`.
 
-    It computes `jax.lax.ragged_all_to_all`, and runs on CPUs, too. With n devices and m slices for
-    each pair, slice `i` goes to device `i // m` of the axis. `jax.export` needs
+    Like `jax.lax.ragged_all_to_all`, but also for CPUs. With n devices and m slices for each pair,
+    slice `i` goes to device `i // m` of the axis. `jax.export` needs
     `DisabledSafetyCheck.custom_call("ragged_all_to_all")`.
 
     Args:
       operand: local `[rows, ...]`, whose slices are sent.
-      output: local `[out_rows, ...]`, of operand's dtype and row shape, the result where nothing
-        arrives.
+      output: local `[out_rows, ...]`, of operand's dtype and row shape. Rows that receive nothing
+        keep its values.
       input_offsets: integers `[n m]`, each slice's first row in operand.
       send_sizes: integers `[n m]`, the rows of each slice, 0 or more. Rows outside of operand or
         output are undefined.
       output_offsets: integers `[n m]`, each slice's first row in the output *of the receiving
         device*.
-      recv_sizes: integers `[n m]`, the rows of each received slice, `lax.all_to_all(send_sizes,
-        axis, 0, 0, tiled=True)`.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      recv_sizes: integers `[n m]`, the rows of each received slice: pass
+        `lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)`.
+      axis: mesh axes, or an `Axis`.
 
-    Sent slices may overlap: gradients of shared rows are summed. Received slices must not.
+    Sent slices may overlap, received slices must not. Gradients of shared rows are summed.
 
     Returns:
       `[out_rows, ...]`, varying over `axis` and all axes of the arguments.
 
     Raises:
-      TypeError: offsets or sizes are not integers, or dtypes of operand and output differ.
       ValueError: row shapes or lengths differ, n does not divide a length, the axis is unknown, or
         the call is outside shard_map.
 
-    Cost: a device sends the rows of its slices. The derivative sends as many back, and offsets, in
-    one exchange for each slice if sent slices overlap. On CPU, equal slices take about one
-    all-to-all of the buffer, and n if one device gets all.
+    Cost: a device sends the rows of its slices. The derivative sends as many back, and the offsets.
+    If sent slices overlap, it makes one exchange for each slice. On CPUs, equal slices take about
+    one all-to-all of the smaller of operand and output, and n if one device receives all.
 
     Example:
       >>> mesh = make_mesh("ep=2", devices=jax.devices()[:2])

@@ -31,7 +31,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
 
     Args:
       x: pytree of local arrays of any shape and dtype.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      axis: mesh axes, or an `Axis`.
       offset: a static integer. Device `i` receives the arrays of device `i - offset`, in logical
         order.
 
@@ -39,7 +39,6 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
       A pytree like `x`, varying over `axis`.
 
     Raises:
-      TypeError: `offset` is not an integer.
       ValueError: the axis is unknown, or the call is outside shard_map.
 
     Cost: one ppermute a leaf, or nothing if the ring's size divides `offset`. The derivative is the
@@ -78,26 +77,23 @@ def all_gather(
 
     Args:
       x: pytree of local blocks, of any shape and dtype.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      axis: mesh axes, or an `Axis`.
       dim: the dimension along which blocks lie, in logical order.
       tiled: True concatenates along `dim`; False stacks along a new dimension.
-      mode: as in `Axis`. None: the mode of the `Axis`, or `"auto"`: bidirectional or multi-ring on
-        TPUs, naive on GPUs, and otherwise unidirectional. `"naive"` and `"stationary"` are
-        `lax.all_gather`.
-      wire_dtype: `"int8"`, `"float8_e4m3fn"` or a `LowBit`: floats travel in 8 bits with scales,
-        and the derivative ignores the rounding. Another dtype is for the derivative's sums. None:
-        that of the `Axis`.
+      mode: as in `Axis`. `"auto"` is bidirectional or multi-ring on TPUs, naive on GPUs, and
+        otherwise unidirectional. `"naive"` and `"stationary"` are `lax.all_gather`. Chunked modes
+        call it for each chunk of a block.
+      wire_dtype: as in `Axis`. Dtypes of more than 8 bits apply only to the sums of the derivative.
 
     Returns:
       The same as `lax.all_gather(x, axis, axis=dim, tiled=tiled)`, varying over `axis`.
 
     Raises:
-      TypeError: an option has the wrong type.
       ValueError: x is typed as replicated over `axis`, the dimension, mode or axis does not exist,
         or the call is outside shard_map.
 
     Cost: each of n devices sends (n-1)/n of the result, in n-1 hops. A bidirectional ring takes
-    n/2, with half the bytes on each link. The derivative is `reduce_scatter`, in float32.
+    n/2, with half the bytes on each link. The derivative is `reduce_scatter`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -142,29 +138,27 @@ def reduce_scatter(
 
     Args:
       x: pytree of local arrays, each device's partial sums.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      axis: mesh axes, or an `Axis`.
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: True divides the dimension by n; False removes it, and its size must be n.
       mode: as in `all_gather`, with `lax.psum_scatter`.
-      wire_dtype: dtype in which partial sums travel. None: that of the `Axis`, or of `x`. Rings add
-        16-bit floats in float32, and round at every hop.
+      wire_dtype: as in `Axis`. Rings add 16-bit floats in float32, and round at every hop.
 
     Returns:
       The same as `lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=tiled)`, in the dtypes of
       `x`, varying over `axis`.
 
     Raises:
-      TypeError: x is of bools, or an option has the wrong type.
+      TypeError: x is of bools.
       ValueError: as `all_gather`, or n does not divide the dimension.
 
-    Cost: as `all_gather`, for `x` in the wire's dtype. If n is even and there is no torus, the
-    directions of a bidirectional ring differ by one block. The derivative is `all_gather`.
+    Cost: as `all_gather`, for `x` in the wire's dtype. The derivative is `all_gather`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
       >>> scatter = jaxpar.jit(jax.shard_map(lambda x: reduce_scatter(x, "tp", tiled=True),
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-      >>> scatter(jnp.arange(64.0))[:3]  # each device adds 8 numbers, and keeps the sum of one
+      >>> scatter(jnp.arange(64.0))[:3]  # each device sums 8 numbers
       Array([224., 232., 240.], dtype=float32)
 
     Source: as `all_gather`, run backwards.
@@ -194,7 +188,7 @@ def all_reduce(
 
     Args:
       x: pytree of local arrays, each device's partial sums.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      axis: mesh axes, or an `Axis`.
       mode: as in `all_gather`, with `lax.psum`.
       wire_dtype: as in `reduce_scatter`.
 
@@ -203,7 +197,7 @@ def all_reduce(
       so `out_specs=P()` holds.
 
     Raises:
-      TypeError: x is of bools, or an option has the wrong type.
+      TypeError: x is of bools.
       ValueError: as `all_gather`.
 
     Cost: each of n devices sends 2 (n-1)/n of `x`, padded to a multiple of n. Under

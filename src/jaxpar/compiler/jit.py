@@ -31,23 +31,20 @@ def jit(
     """Jits a function with the chip's compiler options, and tells `mode="auto"` of them.
 
     Args:
-      fun: a function of global arrays. Inside another function of `jaxpar.jit`, it has that one's
-        options. Inside `jax.jit`, it is refused if the chip has options. None: a decorator is
-        returned.
-      mesh: of the program's devices. None: the context mesh (`jax.set_mesh`), or the default
-        devices.
-      compiler_options: a mapping that extends or overrides the chip's options. None: only these.
-      tuned: a file of `jaxpar tune`, as for `jaxpar.tuned`. None: the surrounding one.
+      fun: a function of global arrays. Inside another function of `jaxpar.jit`, the outer options
+        hold. None: a decorator is returned.
+      mesh: the program's mesh. None: the context mesh (`jax.set_mesh`), or the default devices.
+      compiler_options: a mapping that extends or overrides the chip's options. None: the chip's
+        alone.
+      tuned: a file of `jaxpar tune`. None: that of a surrounding `jaxpar.tuned`.
       **settings: as for `jax.jit`.
 
     Returns:
       A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
 
     Raises:
-      TypeError: `fun` is no function, `mesh` no mesh, options are no mapping, or `jax.jit` has no
-        such setting.
       ValueError: at a call or trace: `tuned` is stale, the program is for another device kind than
-        its options, or it has options that its caller lacks.
+        its options, or an enclosing `jax.jit` or `jaxpar.jit` lacks them.
 
     Example:
       >>> mesh = make_mesh("tp=8")

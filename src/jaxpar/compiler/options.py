@@ -23,28 +23,24 @@ FEW = 2**22
 def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> Options:
     """Returns the compiler options for programs whose communication overlaps with work.
 
-    `jaxpar.jit` gives them to the program and to `mode="auto"`, which depends on them. Use
-    `jaxpar.compiled_with` if you lower and compile by hand.
+    `jaxpar.jit` gives them to the program and to `mode="auto"`. Use `jaxpar.compiled_with` if you
+    lower and compile by hand.
 
     Args:
       devices: a `jax.sharding.Mesh`, one of its devices, or a `jaxpar.schedule.Target`. None: the
         context mesh (`jax.set_mesh`), or the default devices.
       largest: bytes of the largest array that the program gathers or sums, on all devices together.
-        Up to 4 MiB, SparseCores send nothing: each collective would wait microseconds for them.
-        None: larger.
+        Up to 4 MiB, the options do not use SparseCores, whose start takes microseconds a
+        collective. None: more than 4 MiB.
 
     Returns:
-      A new dictionary for `jax.jit(compiler_options=...)`, empty if no option is known to help. On
-      TPUs, `xla_jf_spmd_threshold_for_windowed_einsum_mib` keeps matmuls of gathered operands in
-      one piece in plain `jit`.
+      A new dictionary for `jax.jit(compiler_options=...)`, empty if no option is known to help.
 
     Raises:
-      TypeError: `devices` is no mesh, device or target, or `largest` no whole number.
+      TypeError: `devices` is no mesh, device or target.
 
     Example:
       >>> from jaxpar.schedule import target
-      >>> sorted(compiler_options(target("v5p:2x2x1")))[2]
-      'xla_tpu_enable_sparse_core_collective_offload_all_gather'
       >>> compiler_options(target("v5e:2x2")), compiler_options(jax.devices("cpu")[0])
       ({'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}, {})
     """
@@ -62,18 +58,16 @@ def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> 
 @readable
 @contextmanager
 def compiled_with(options: Any) -> Generator[None]:
-    """States the compiler options of what is traced here.
+    """Tells `mode="auto"` the compiler options of programs traced in the `with` block.
 
     Args:
       options: a mapping, as for `jax.jit(compiler_options=...)`; `{}` for none.
 
-    Raises:
-      TypeError: `options` is no mapping.
-
     Cost: programs that were traced with other options are traced again.
 
-    `mode="auto"` depends on options, which tracing cannot see. Without this, it reads them from the
-    environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), and warns if a chip needs some and has none.
+    Tracing cannot see options. Outside of the block and of `jaxpar.jit`, `"auto"` reads them from
+    the environment (`LIBTPU_INIT_ARGS`, `XLA_FLAGS`), and warns if a chip needs options and there
+    are none.
 
     Example:
       >>> options = compiler_options()

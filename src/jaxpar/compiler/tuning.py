@@ -33,16 +33,16 @@ class Tuning:
     """The fastest modes found for a program, and its conditions.
 
     Attributes:
-      name: of the file.
-      command: that writes it again.
-      versions: of the packages on which programs depend.
-      device_kind: of the devices.
+      name: the file's name.
+      command: the command that writes the file again.
+      versions: those of the packages on which programs depend.
+      device_kind: the `device_kind` of the devices.
       mesh: axes and sizes.
-      compiler_options: of the program.
+      compiler_options: the program's options.
       sites: for each call site and part (forward, backward, row chunks, dispatch), the fastest
         choice; `"auto"` if nothing was faster.
       clock: `"predicted"`, or `"measured"`.
-      milliseconds: of the program by `auto`, and with these choices.
+      milliseconds: the program's times, `"auto"` without and `"tuned"` with these choices.
       tried: for readers, the program's time with each trial, or why there is none.
 
     Example:
@@ -82,7 +82,7 @@ class Tuning:
             return Tuning(str(path), **record)
 
     def write(self, path: str | Path) -> None:
-        """Writes a file that people can read and change."""
+        """Writes a JSON file, which you may edit."""
         write_text(path, self._text() + "\n")
 
     def decide(self, asked: Asked) -> str:
@@ -96,11 +96,7 @@ class Tuning:
         return way
 
     def way(self, site: str, part: str) -> str:
-        """Returns the choice for a traced program.
-
-        Raises:
-          ValueError: the program is traced for something else, or the site is unknown.
-        """
+        # Raises if the program is traced for something else, or the site is unknown.
         self._check_traced()
         chosen = self.sites.get(site, {}).get(part)
         if chosen is None:
@@ -110,7 +106,7 @@ class Tuning:
         return chosen
 
     def check_versions(self) -> None:
-        """Raises if other versions are installed than the file's."""
+        # Raises if installed versions differ from the file's.
         for package, wanted in self.versions.items():
             found = versions(package).get(package, "not installed")
             if found != wanted:
@@ -201,20 +197,20 @@ _FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
 @readable
 @contextmanager
 def tuned(tuning: TuningLike) -> Generator[None]:
-    """Gives `mode="auto"` the modes that `jaxpar tune` found, for what is traced here.
+    """Gives `mode="auto"` the modes found by `jaxpar tune`, for programs traced in the block.
 
     Args:
-      tuning: the file, or what `Tuning.read` returns.
+      tuning: the file, or a `Tuning`.
 
-    A named mode takes precedence. `jaxpar.jit(step, tuned=path)` does the same for one program.
+    A mode other than `"auto"` takes precedence. `jaxpar.jit(step, tuned=path)` does the same for
+    one program.
 
     Raises:
-      TypeError: `tuning` is neither.
-      ValueError: the file is missing or stale: of other versions of jax or the compiler, or, while
-        tracing, of another device kind, mesh, compiler options or shapes. The message has the
-        command that writes it again.
+      ValueError: the file is missing, or was written for other versions of jax or the compiler, or
+        (while tracing) for another device kind, mesh, compiler options or shapes. The message has
+        the command that writes it again.
 
-    Cost: a file is read, and programs that were traced without it are traced again.
+    Cost: programs that were traced without it are traced again.
 
     Example:
       >>> mesh = make_mesh("tp=8")

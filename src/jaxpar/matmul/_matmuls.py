@@ -35,36 +35,32 @@ def all_gather_matmul(
 
     Args:
       lhs: local `[..., k]`.
-      rhs: local `[k, n]`, or a tuple of such weights with any `n`, which share one gather of lhs.
-      axis: a mesh axis, several in any order, or an `Axis`.
-      gather: the sharded operand, `"lhs"` or `"rhs"`. It may be a `Quantized`, without gradient. A
-        `gather_dtype` of the `Axis` must be the other operand's dtype.
-      dim: the sharded dimension of that operand, by default the second to last.
-      mode: of both passes, as in `Axis`. None: the modes of the `Axis`, or `"auto"`: the mode that
-        is predicted to be fastest, for each pass; naive on CPUs and unknown chips. `"naive"` is
-        `lax.all_gather`, then one matmul.
-      preferred_element_type: dtype of sums and result. None: 16-bit floats are summed in float32,
-        and the result has their dtype; int8 gives int32.
+      rhs: local `[k, m]`, or a tuple of such weights with any `m`, which share one gather of lhs.
+      axis: mesh axes, or an `Axis`.
+      gather: the sharded operand, `"lhs"` or `"rhs"`. It may be a `Quantized`, which has no
+        gradient. If the `Axis` has a `gather_dtype`, it must equal the other operand's dtype.
+      dim: the sharded dimension, by default the second to last.
+      mode: the mode of both passes, see `Axis`. None: the modes of the `Axis`, by default `"auto"`.
+      preferred_element_type: dtype of sums and result. None: the operands' dtype, with 16-bit
+        floats summed in float32; int32 for int8.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: dtype in which the backward pass sends partial sums. None: that of the `Axis`, or
-        of the gradient. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: both passes gather floats in 8
-        bits with scales, and the derivative ignores the rounding. Stationary operands are not
-        rounded.
+      wire_dtype: as in `Axis`; the backward pass sends partial sums in it. `mode="stationary"`
+        rounds no operand to 8 bits.
 
     Returns:
-      The local product with the full gathered dimension, varying over `axis` and all axes of the
-      operands. A tuple gives a tuple. If an operand is replicated over an axis over which the other
-      one varies, its gradient is summed there.
+      `[..., m]` with the full gathered dimension, varying over `axis` and all axes of the operands.
+      A tuple gives a tuple. If one operand is replicated over an axis over which the other varies,
+      its gradient is summed there.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
+      TypeError: dtypes differ.
       ValueError: the sharded operand is typed as replicated over `axis`, ranks or sizes do not fit,
         the mode or axis is unknown, or the call is outside shard_map.
 
     Cost: each of n devices sends (n-1)/n of the full operand. A unidirectional ring takes n-1 hops,
-    to higher logical indices. A bidirectional ring takes n/2, with half the bytes on each link. If
-    n is even, one link may carry a block more than the other. The derivative overlaps one
-    reduce-scatter. It also gathers again, unless the operand was saved (`keep_gathered` of `Axis`).
+    to higher logical indices. A bidirectional ring takes n/2, with half the bytes on each link. The
+    derivative overlaps one reduce-scatter with its matmuls, and gathers again unless the operand
+    was saved (`keep_gathered` of `Axis`).
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -102,32 +98,30 @@ def matmul_reduce_scatter(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Array:
-    """Computes `psum_scatter(lhs @ rhs)`, and sends sums of blocks while it computes others.
+    """Computes `psum_scatter(lhs @ rhs)`, sending partial sums of a block while computing the next.
 
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
-      rhs: local `[k, n]`.
-      axis: a mesh axis, several in any order, or an `Axis`.
+      rhs: local `[k, m]`.
+      axis: mesh axes, or an `Axis`.
       dim: the scattered dimension of the result, by default the second to last.
-      mode: as in `all_gather_matmul`; `"naive"` is one matmul, then `lax.psum_scatter`.
+      mode: as in `all_gather_matmul`.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: dtype in which partial sums travel; each hop of a ring rounds to it. None: that of
-        the `Axis`, or of the result. `"int8"` or `"float8_e4m3fn"`: sums travel in the result's
-        dtype, and the backward pass gathers the cotangent in 8 bits.
+      wire_dtype: as in `Axis`; each hop of a ring rounds partial sums to it. 8-bit dtypes apply
+        only to the cotangent, which the backward pass gathers; a `LowBit` has options for both.
 
     Returns:
-      This device's block of the sum, varying over `axis` and all axes of the operands.
+      This device's block of the sum, `[..., m]` with 1/n of the scattered dimension, varying over
+      `axis` and all axes of the operands.
 
     Raises:
-      TypeError: as `all_gather_matmul`.
-      ValueError: both operands are typed as replicated over `axis`, the ring's size does not divide
-        `dim`, ranks or sizes do not fit, the mode or axis is unknown, or the call is outside
-        shard_map.
+      TypeError, ValueError: as `all_gather_matmul`. Also if the ring's size does not divide the
+        scattered dimension, or both operands are typed as replicated.
 
     Cost: each of n devices sends (n-1)/n of the full result in the wire's dtype. A unidirectional
-    ring sends to lower logical indices. The derivative overlaps one gather of the cotangent, and
-    uses the saved operands.
+    ring sends to lower logical indices. Residuals are lhs and rhs. The derivative overlaps one
+    gather of the cotangent with its matmuls.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -162,26 +156,24 @@ def matmul_all_reduce(
 
     Args:
       lhs: local `[..., k]`, this device's part of the contracting dimension.
-      rhs: local `[k, n]`.
-      axis: a mesh axis, several in any order, or an `Axis`.
-      mode: as in `all_gather_matmul`; `"naive"` is one matmul, then `lax.psum`.
+      rhs: local `[k, m]`.
+      axis: mesh axes, or an `Axis`.
+      mode: as in `all_gather_matmul`.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: dtype in which partial sums travel. None: that of the `Axis`, or of the result.
-        With `"int8"` or `"float8_e4m3fn"`, float sums travel in the result's dtype.
+      wire_dtype: as in `Axis`. `"int8"` and `"float8_e4m3fn"` have no effect.
 
     Returns:
-      The sum over the ring. Under `check_vma=True` it is typed as replicated over `axis`, so
-      `out_specs=P()` holds. Any sizes are allowed; transfers may be padded.
+      The sum over the ring, `[..., m]`. Under `check_vma=True` it is typed as replicated over
+      `axis`, so `out_specs=P()` holds.
 
     Raises:
-      TypeError: as `all_gather_matmul`.
-      ValueError: as `matmul_reduce_scatter`, except for `dim`.
+      TypeError, ValueError: as `matmul_reduce_scatter`, but any size is allowed; transfers may be
+        padded.
 
     Cost: each of n devices sends 2 (n-1)/n of the result. Only the reduce-scatter, in the wire's
-    dtype, is overlapped. Under `check_vma=True` the gather is `lax.all_gather`, and the derivative
-    sends nothing. Under `check_vma=False` the derivative is an overlapped sum of the cotangent, as
-    for `lax.psum`.
+    dtype, is overlapped. The gather and the derivative are as in `all_reduce`; sums of cotangents
+    are overlapped, too.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -218,30 +210,29 @@ def collective_einsum(
     `all_gather_matmul` and `matmul_reduce_scatter` are special cases.
 
     Args:
-      subscripts: such as `"bmk,kn->bmn"`. Each letter is once in two or three of lhs, rhs and
-        result.
+      subscripts: such as `"bmk,kn->bmn"`. Each letter occurs in two or three of lhs, rhs and
+        result, at most once in each.
       lhs: local operand.
-      rhs: local operand, or a tuple of such operands, which share one gather of lhs.
-      axis: a mesh axis, several in any order, or an `Axis`.
-      gather: the label along which an operand is sharded. If both operands have it, the sharded one
-        has 1/n of the other's local size.
+      rhs: local operand, or a tuple, which shares one gather of lhs.
+      axis: mesh axes, or an `Axis`.
+      gather: the label along which an operand is sharded. If both operands have this label, the
+        shorter one is sharded.
       scatter: the label along which the sum over the ring is scattered. Give either `gather` or
         `scatter`.
       mode: as in `all_gather_matmul`.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
-      wire_dtype: as in `all_gather_matmul` or `matmul_reduce_scatter`.
+      wire_dtype: as in `Axis`.
 
     Returns:
       The local result, with the full gathered label or this device's block of the scattered one,
       varying over `axis` and all axes of the operands. A tuple gives a tuple.
 
     Raises:
-      TypeError: as `all_gather_matmul`.
-      ValueError: as `all_gather_matmul` or `matmul_reduce_scatter`, or subscripts or labels do not
+      TypeError, ValueError: as `all_gather_matmul` or `matmul_reduce_scatter`, or labels do not
         fit.
 
-    Cost: as `all_gather_matmul` for a gather, and as `matmul_reduce_scatter` for a scatter.
+    Cost: as `all_gather_matmul` or `matmul_reduce_scatter`.
 
     Example:
       >>> mesh = make_mesh("tp=8")

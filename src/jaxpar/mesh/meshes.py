@@ -38,24 +38,20 @@ def make_mesh(
       axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1, for all
         other devices.
       devices: all devices of the mesh. None: `jax.devices()`.
-      axis_types: a `jax.sharding.AxisType`, or one by axis name. Missing names are Auto.
+      axis_types: one `jax.sharding.AxisType`, or a mapping by axis name; missing names are Auto.
 
     Returns:
       A `jax.sharding.Mesh`. `ring_hops` shows the distances of neighbours.
 
     Raises:
-      TypeError: axes are neither text nor a mapping of names to integers.
-      ValueError: there are no devices, an axis is malformed or repeated, `axis_types` has other
-        names, a size is not positive, several are -1, or the product is not the number of devices.
+      ValueError: axes are malformed or repeated, `axis_types` has other names, or the product of
+        sizes is not the number of devices.
 
-    The order on TPUs, if the devices are a box of chips:
-
-    - All neighbours are one link apart if any order allows this, with one device a chip and up to
-      four axes longer than 1. With two devices a chip, the chip counts as a dimension, and each
-      axis must get full dimensions.
-    - Otherwise, later axes get rings of one link, and then shorter steps, before earlier axes.
-    - A chip's devices are neighbours on the last axis that can use them.
-    - Several slices of one extent are divided over the first axes, with equal layouts.
+    On TPUs, with a box of chips of one device each and up to four axes longer than 1, all
+    neighbours are one link apart if any order allows it. Otherwise later axes are served first:
+    with rings of one link, then with shorter steps. Devices of one chip are neighbours on the last
+    axis whose size allows it. Slices of equal shape are divided over the first axes, and get the
+    same layout.
 
     Other TPU devices keep their order. Other platforms use `jax.experimental.mesh_utils`.
 
@@ -197,12 +193,11 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> Shaped[np.ndarray, "rings size
 def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " size"]:
     """Returns the mesh position of each logical index on the ring over `axis`.
 
-    Logical indices count in the order of the *tuple*, as in `lax.axis_index`. Collectives with
-    index pairs count in the order of the *mesh*.
+    Logical indices count in the order of the *tuple*, as in `lax.axis_index`. The index pairs of
+    `lax.ppermute` count in the order of the *mesh*.
 
     Args:
-      mesh: a concrete or an abstract mesh.
-      axis: a mesh axis, or several in any order.
+      axis: mesh axes in any order.
 
     Returns:
       `order[p]`: the position of the device with logical index `p`, counted over the ring's axes in
@@ -227,9 +222,7 @@ def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.nda
     once.
 
     Args:
-      mesh: a concrete or an abstract mesh.
-      axis: several mesh axes of 3 devices or more; axes of one device are ignored. A single axis
-        gives its ring.
+      axis: a mesh axis, which gives its ring, or several of 3 devices or more.
 
     Returns:
       `rings[r, s]`: the position, counted over the axes in mesh order, of the device at step `s` of
@@ -266,19 +259,19 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
     """Returns the number of physical links from each device of a ring to the next.
 
     A ring is fast if all are 1: each transfer has its own link. A ring over several axes jumps
-    where its last axis begins again. `edge_disjoint_rings` do not, if each axis by itself has hops
-    of at most 1.
+    where its last axis begins again. `edge_disjoint_rings` do not jump, if each axis by itself has
+    hops of at most 1.
 
     Args:
       mesh: a mesh of real or described devices.
-      axis: a mesh axis, or several in any order.
+      axis: mesh axes in any order.
 
     Returns:
       `hops[r, p]`: the links from logical index `p` to `p + 1`, or from the last one to 0, on ring
       `r`. Rings are in mesh order of the other axes. On TPUs, this is the distance on the torus of
       the mesh's devices, and 0 inside a chip. Dimensions of 16 wrap around on v5e and v6e. On v4,
-      v5p and tpu7x all dimensions do if each is a multiple of 4, otherwise none. Other platforms
-      have 1.
+      v5p and tpu7x, either all dimensions wrap around (each a multiple of 4) or none. On other
+      platforms, all hops are 1.
 
     Raises:
       ValueError: an axis is missing or repeated, or joins TPU slices, which have no links.
@@ -287,7 +280,7 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
       >>> ring_hops(make_mesh("tp=8"), "tp").max()  # CPU devices
       np.int64(1)
 
-    Source: wrap-around rules from the public book "How to scale your model".
+    Source: wrap-around rules from the book "How to scale your model".
     """
     rings = _rings(mesh, axis_names(axis))
     if not all(on_torus(device) for device in rings.flat):

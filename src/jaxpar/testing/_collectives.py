@@ -127,17 +127,17 @@ class CollectiveCounts:
     """A device's collectives by `jax.lax` name, bytes sent, and residuals.
 
     Attributes:
-        forward: how often each runs in the forward pass; absent ones count 0.
-        backward: the same in the backward pass alone.
-        forward_bytes: bytes sent in the forward pass.
-        backward_bytes: the same in the backward pass alone.
-        residual_bytes: bytes per device saved for it.
+      forward: how often each runs in the forward pass; absent ones count 0.
+      backward: the same in the backward pass alone.
+      forward_bytes: bytes sent in the forward pass.
+      backward_bytes: bytes sent in the backward pass.
+      residual_bytes: bytes saved for the backward pass.
 
     Example:
-        >>> from collections import Counter
-        >>> CollectiveCounts(Counter(ppermute=3), Counter(), 1024, 0, 512)
-        CollectiveCounts(forward={'ppermute': 3}, backward={}, forward_bytes=1_024,
-        backward_bytes=0, residual_bytes=512)
+      >>> from collections import Counter
+      >>> CollectiveCounts(Counter(ppermute=3), Counter(), 1024, 0, 512)
+      CollectiveCounts(forward={'ppermute': 3}, backward={}, forward_bytes=1_024,
+      backward_bytes=0, residual_bytes=512)
     """
 
     forward: Counter[str]
@@ -163,44 +163,43 @@ def count_collectives(
 
     Bodies of a scan, or of a `lax.fori_loop` with static bounds, count `length` times. A `lax.cond`
     counts, for each collective, the branch that runs it most often. The psum of a replicated
-    argument of `shard_map` is in the backward pass. XLA may later merge or replace collectives.
+    argument's gradient counts in the backward pass. XLA may later merge or replace collectives.
 
     A ppermute sends its operand. Others send what the best ring algorithm does, for `n` devices and
     local operands of `b` bytes: an all_gather `(n - 1) b`, a psum_scatter or all_to_all
     `(n - 1) / n b`, a psum `2 (n - 1) / n b`.
 
-    `residual_bytes` counts each distinct array that the function of `jax.vjp` holds, inputs
-    included: the local block if a `shard_map` in `fn` takes or returns it, else the full array. A
-    compiled step may recompute, and save less.
+    `residual_bytes` sums the distinct arrays that `jax.vjp` saves, inputs included. An array that a
+    `shard_map` takes or returns counts with its local block, others in full. A compiled step may
+    recompute, and save less.
 
     For a gradient taken *inside* `shard_map`, pass the shard_mapped function with `grad=False`:
     `forward` then holds both directions.
 
     Args:
-        fn: a function of global arrays, such as a shard_mapped one.
-        *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
-        grad: whether to differentiate in all float arguments; the forward pass then runs a
-            `jax.custom_vjp`'s `fwd`.
-        platform: whose branch of `lax.platform_dependent` counts, such as "tpu". None: as in
-            `lax.cond`.
+      fn: a function of global arrays, such as a shard_mapped one.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
+      grad: whether to differentiate in all float arguments; the `fwd` of a `jax.custom_vjp` then
+        counts.
+      platform: whose branch of `lax.platform_dependent` counts, such as "tpu". None: as in
+        `lax.cond`.
 
     Returns:
-        The counts. Without `grad`, float arguments or float outputs, `backward` is empty and
-        `residual_bytes` 0.
+      The counts. Without `grad`, float arguments or float outputs, `backward` is empty and
+      `residual_bytes` 0.
 
     Raises:
-        ValueError: a `lax.while_loop` whose trip count is unknown runs collectives.
+      ValueError: a `lax.while_loop` whose trip count is unknown runs collectives.
 
     Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> gather = jax.shard_map(
-        ...     lambda x: jax.lax.all_gather(x, "x", tiled=True),
-        ...     mesh=mesh, in_specs=P("x"), out_specs=P("x"),
-        ... )
-        >>> count_collectives(gather, jnp.ones(4))
-        CollectiveCounts(forward={'all_gather': 1}, backward={'psum_scatter': 1}, forward_bytes=0,
-        backward_bytes=0, residual_bytes=0)
+      >>> mesh = make_mesh("x=8")
+      >>> gather = jax.shard_map(
+      ...     lambda x: jax.lax.all_gather(x, "x", tiled=True),
+      ...     mesh=mesh, in_specs=P("x"), out_specs=P("x"),
+      ... )
+      >>> count_collectives(gather, jnp.ones(8))
+      CollectiveCounts(forward={'all_gather': 1}, backward={'psum_scatter': 1}, forward_bytes=28,
+      backward_bytes=28, residual_bytes=0)
     """
     with enclosing(fn):
         return _counts_of(fn, args, grad, platform)

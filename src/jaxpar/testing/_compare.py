@@ -20,35 +20,34 @@ _DEVIATIONS = 6.0
 
 @readable
 def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
-    r"""Returns the largest rounding error of a sum of products, relative to the size of its terms.
+    r"""Returns a bound on the rounding error of a sum of products, relative to its terms' size.
 
     It is $6 (u + u_{acc} \sqrt{K})$. $u$ is the unit roundoff of `dtype`, and $u_{acc}$ that of
-    partial sums: float32 for narrower floats, else `dtype`. $K$ is the `reduction_depth`. Errors of
-    $K$ additions grow like a random walk. The factor 6 covers the largest of very many entries, and
-    the additional roundings of a sharded sum in 16 bits.
+    partial sums: float32 for narrower floats, else `dtype`. $K$ is the `reduction_depth`. The
+    factor 6 covers the largest of very many entries, and the additional roundings of a sharded sum
+    in 16 bits.
 
-    The size of the terms is their root sum of squares: for standard normal terms $\sqrt K$. The sum
-    itself may cancel.
+    The size of the terms is the root of their sum of squares, $\sqrt K$ for standard normal terms.
+    The sum itself may be much smaller.
 
     Args:
-        dtype: a float dtype: the coarser of result and intermediate results.
-        reduction_depth: the number of terms that one entry sums over, on all devices.
+      dtype: a float dtype: the coarser of result and intermediate results.
+      reduction_depth: the number of terms that one entry sums over, on all devices.
 
     Returns:
-        The tolerance; 0 for integers and booleans, which are exact.
+      The tolerance; 0 for integers and booleans, which are exact.
 
     Raises:
-        ValueError: `reduction_depth` is not positive.
+      ValueError: `reduction_depth` is not positive.
 
     Example:
-        >>> tolerance(jnp.bfloat16, 64)
-        0.0234403...
-        >>> tolerance(jnp.int32, 64)
-        0.0
+      >>> tolerance(jnp.bfloat16, 64)
+      0.0234403...
+      >>> tolerance(jnp.int32, 64)
+      0.0
 
-    References:
-        Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
-        Comput. 41 (2019).
+    Source: Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci.
+    Comput. 41 (2019).
     """
     if reduction_depth < 1:
         raise ValueError(f"tolerance: reduction_depth={reduction_depth} must be at least 1")
@@ -72,9 +71,9 @@ class Report:
     """The comparisons of one assertion.
 
     Attributes:
-        rounding: the dtype of intermediate results, unless the array is coarser.
-        depth: the number of terms that an entry sums.
-        wrong: a line for each array that differs.
+      rounding: the dtype of intermediate results, unless the array is coarser.
+      depth: the number of terms that an entry sums.
+      wrong: a line for each array that differs.
     """
 
     rounding: Any

@@ -14,15 +14,15 @@ from jaxpar.compiler import unwritten_memory
 @readable
 @contextmanager
 def poisoned_rows() -> Generator[None]:
-    """Fills memory that jaxpar leaves unwritten with the worst contents.
+    """Fills unwritten memory of jaxpar's buffers with bad values.
 
-    Unused rows of receive buffers usually read as zero on CPU, as anything on accelerators: a wrong
-    read passes tests on CPU and fails elsewhere. Inside this context such rows are NaN, True, or
-    integers too large for an index.
+    Unused rows of receive buffers usually read as zero on CPU, as anything on accelerators, so a
+    wrong read passes tests on CPU alone. Inside this context such rows are NaN, True, or integers
+    too large for an index.
 
     Returns:
-      A context manager that poisons what is traced inside. It clears JAX's caches on entry and
-      exit, so keep it open over many tests, such as in a fixture with `scope="module"`.
+      A context manager for what is traced inside. It clears JAX's caches on entry and exit: keep it
+      open over many tests, in a fixture with `scope="module"`.
 
     Cost: one write of each buffer.
 

@@ -31,8 +31,8 @@ class ExpectedGradient:
     """The reference's gradient of one argument.
 
     Attributes:
-        at: its position among all leaves.
-        along: the directions of projection; None if entries are compared.
+      at: its position among all leaves.
+      along: the directions of projection; None if entries are compared.
     """
 
     at: int
@@ -136,50 +136,47 @@ def assert_matches_reference(
     """Checks that `fn` of local blocks equals a NumPy `reference` of global arrays.
 
     `fn` is jitted under `jax.shard_map`. Integers must be equal. Floats may differ by
-    `tolerance(dtype, reduction_depth)` times the size of their terms, which `reference` shows: how
-    far the entry moves, in root mean square, if every argument entry moves by a random relative
-    unit.
+    `tolerance(dtype, reduction_depth)` times the size of their terms. That size is measured: the
+    root mean square of the entry's derivatives along random relative changes of all arguments.
 
     Gradients are those of `jax.vjp` outside `shard_map`, for a random cotangent of all float
-    outputs. They are projected onto random directions and compared with central differences of
-    `reference`. An argument of at most `max_directions` entries is checked entry by entry; in
-    others, so many directions share entries.
+    outputs. They are compared with central differences of `reference`: entry by entry for arguments
+    of at most `max_directions` entries, along that many random directions for larger ones.
 
     Args:
-        fn: as for `jax.shard_map`.
-        reference: the same in NumPy. It gets read-only float64 copies of float arguments, and
-            integers as they are. It must compute in float64 and return the pytree of `fn`.
-        *args: pytrees of global arrays, NumPy's or JAX's. Floats may be NaN where `reference` does
-            not read them.
-        mesh: explicit axes are taken as Auto.
-        in_specs: as for `jax.shard_map`.
-        out_specs: as for `jax.shard_map`.
-        grad: whether to compare gradients, if arguments and outputs have floats.
-        check_vma: one or several settings.
-        reduction_depth: how many terms an entry sums, on all devices. None: the largest array's
-            size, an upper bound for a matmul.
-        rounding_dtype: of intermediate results. None: the coarsest float dtype of arguments and
-            outputs. Pass float32 if a function of 16-bit arguments must be as precise.
-        reference_vjp: `(args, cotangent) -> gradients`, in NumPy: a tuple like `args`, compared
-            entry by entry instead of central differences. Integer outputs have cotangent 0, and
-            gradients of integers are ignored.
-        max_directions: the most per argument. Each costs twenty evaluations of `reference`.
-        seed: of random cotangents, directions and draws.
+      fn: as for `jax.shard_map`.
+      reference: the same in NumPy. It gets read-only float64 copies of float arguments, and
+        integers as they are. It must compute in float64 and return the pytree of `fn`.
+      *args: pytrees of global arrays, NumPy's or JAX's. Floats may be NaN where `reference` does
+        not read them.
+      mesh: explicit axes are taken as Auto.
+      in_specs: as for `jax.shard_map`.
+      out_specs: as for `jax.shard_map`.
+      grad: whether to compare gradients.
+      check_vma: one or several settings.
+      reduction_depth: how many terms an entry sums, on all devices. None: the largest array's size,
+        an upper bound for a matmul.
+      rounding_dtype: dtype of intermediate results. None: the coarsest float dtype of arguments and
+        outputs. Pass float32 if 16-bit arguments must not lower the precision of float32 results.
+      reference_vjp: `(args, cotangent) -> gradients`, in NumPy: a tuple like `args`, compared entry
+        by entry instead of central differences. Integer outputs have cotangent 0, and gradients of
+        integers are ignored.
+      max_directions: the most per argument. Each costs twenty evaluations of `reference`.
+      seed: for all random numbers.
 
     Raises:
-        AssertionError: structures differ, or arrays, each listed with its worst entry.
-        TypeError: complex arguments or outputs.
-        ValueError: `reference` returns NaN, jumps, or does not compute in float64.
+      AssertionError: structures or arrays differ; each array is listed with its worst entry.
+      TypeError: arguments or outputs are complex.
+      ValueError: `reference` returns NaN, is discontinuous, or does not compute in float64.
 
     Example:
-        >>> from jax.sharding import PartitionSpec as P
-        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> assert_matches_reference(
-        ...     lambda x, w: jax.lax.psum(x @ w, "x"),
-        ...     lambda x, w: x @ w,
-        ...     np.ones((4, 8), np.float32), np.ones((8, 2), np.float32),
-        ...     mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(),
-        ... )
+      >>> mesh = make_mesh("x=8")
+      >>> assert_matches_reference(
+      ...     lambda x, w: jax.lax.psum(x @ w, "x"),
+      ...     lambda x, w: x @ w,
+      ...     np.ones((4, 8), np.float32), np.ones((8, 2), np.float32),
+      ...     mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(),
+      ... )
     """
     settings = (check_vma,) if isinstance(check_vma, bool) else tuple(check_vma)
     if not settings:

@@ -51,26 +51,26 @@ def meshes(
     one axis, few devices, and the order of `devices`.
 
     Args:
-        devices: `jax.Device`s; a mesh uses a prefix. None: `jax.devices()`.
-        axis_names: in mesh order; a mesh uses a prefix.
-        max_axes: most axes, at most `len(axis_names)`.
-        min_size: fewest devices.
-        max_size: most devices. None: all.
-        shuffle: whether the order may differ from `devices`.
+      devices: `jax.Device`s; a mesh uses a prefix. None: `jax.devices()`.
+      axis_names: in mesh order; a mesh uses a prefix.
+      max_axes: most axes, at most `len(axis_names)`.
+      min_size: fewest devices.
+      max_size: most devices. None: all.
+      shuffle: whether the order may differ from `devices`.
 
     Returns:
-        A strategy for `jax.sharding.Mesh`.
+      A strategy for `jax.sharding.Mesh`.
 
     Raises:
-        ValueError: no mesh fits the limits.
-        ImportError: Hypothesis is not installed.
+      ValueError: no mesh fits the limits.
+      ImportError: Hypothesis is not installed (all strategies need it).
 
     Example:
-        >>> from hypothesis import given
-        >>> @given(meshes(max_axes=2))
-        ... def test_sizes(mesh):
-        ...     assert mesh.size <= jax.device_count()
-        >>> test_sizes()
+      >>> from hypothesis import given
+      >>> @given(meshes(max_axes=2))
+      ... def test_sizes(mesh):
+      ...     assert mesh.size <= jax.device_count()
+      >>> test_sizes()
     """
     st = strategies("meshes")
     if not 1 <= max_axes <= len(axis_names):
@@ -111,25 +111,22 @@ def axis_orders(mesh: Mesh, *, min_axes: int = 1, max_axes: int | None = None) -
     """Returns a strategy for the axis names of a collective over `mesh`.
 
     Args:
-        mesh: with the axes.
-        min_axes: fewest axes.
-        max_axes: most axes. None: all.
+      min_axes: fewest axes.
+      max_axes: most axes. None: all.
 
     Returns:
-        A strategy for one name, `"x"`, or a tuple of distinct names in any order, `("y", "x")`; of
-        one name too.
+      A strategy for a name, `"x"`, or a tuple of one or more distinct names in any order.
 
     Raises:
-        ValueError: the mesh has fewer than `min_axes` axes, or no number of axes is allowed.
-        ImportError: as in `meshes`.
+      ValueError: no number of axes fits the limits.
 
     Example:
-        >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
-        >>> from hypothesis import given
-        >>> @given(axis_orders(mesh, min_axes=2))
-        ... def test_orders(axes):
-        ...     assert axes in [("x", "y"), ("y", "x")]
-        >>> test_orders()
+      >>> mesh = jax.make_mesh((1, 1), ("x", "y"))
+      >>> from hypothesis import given
+      >>> @given(axis_orders(mesh, min_axes=2))
+      ... def test_orders(axes):
+      ...     assert axes in [("x", "y"), ("y", "x")]
+      >>> test_orders()
     """
     st = strategies("axis_orders")
     names = tuple(str(name) for name in mesh.axis_names)
@@ -154,23 +151,19 @@ def specs(mesh: Mesh, shape: Sequence[int]) -> Specs:
     """Returns a strategy for the PartitionSpecs that `shape` can have on `mesh`.
 
     Args:
-        mesh: with the axes.
-        shape: the global shape. Only axes that divide a dimension shard it.
+      shape: the global shape. Only axes that divide a dimension shard it.
 
     Returns:
-        A strategy for `PartitionSpec`. A dimension may have several axes in any order, and a
-        trailing `None` may be absent. Shrinks to replicated.
-
-    Raises:
-        ImportError: as in `meshes`.
+      A strategy for `PartitionSpec`. A dimension may have several axes in any order, and a trailing
+      `None` may be absent. Shrinks to replicated.
 
     Example:
-        >>> mesh = jax.make_mesh((1,), ("x",))
-        >>> from hypothesis import given
-        >>> @given(specs(mesh, (4, 6)))
-        ... def test_specs(spec):
-        ...     assert len(spec) <= 2
-        >>> test_specs()
+      >>> mesh = jax.make_mesh((1,), ("x",))
+      >>> from hypothesis import given
+      >>> @given(specs(mesh, (4, 6)))
+      ... def test_specs(spec):
+      ...     assert len(spec) <= 2
+      >>> test_specs()
     """
     st = strategies("specs")
 
@@ -218,24 +211,23 @@ def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16)
     """Returns a strategy for shapes whose `dim` is a positive multiple of `shards`.
 
     Args:
-        shards: devices that share the dimension.
-        rank: the number of dimensions.
-        dim: the sharded dimension; negative counts from the end.
-        max_size: largest dimension; `dim` has `shards` if that is larger.
+      shards: devices that share the dimension.
+      rank: the number of dimensions.
+      dim: the sharded dimension.
+      max_size: the largest size; `dim` has size `shards` if that is larger.
 
     Returns:
-        A strategy for tuples of `rank` positive ints.
+      A strategy for tuples of `rank` positive ints.
 
     Raises:
-        ValueError: `shards` is not positive, or `dim` is out of range.
-        ImportError: as in `meshes`.
+      ValueError: `shards` is not positive, or `dim` is out of range.
 
     Example:
-        >>> from hypothesis import given
-        >>> @given(even_shapes(3, rank=2, dim=1))
-        ... def test_shape(shape):
-        ...     assert shape[1] % 3 == 0
-        >>> test_shape()
+      >>> from hypothesis import given
+      >>> @given(even_shapes(3, rank=2, dim=1))
+      ... def test_shape(shape):
+      ...     assert shape[1] % 3 == 0
+      >>> test_shape()
     """
     st = strategies("even_shapes")
     dim = _position("even_shapes", shards, rank, dim)
@@ -248,25 +240,20 @@ def even_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16)
 def uneven_shapes(shards: int, *, rank: int = 2, dim: int = 0, max_size: int = 16) -> Shapes:
     """Returns a strategy for shapes whose `dim` is no multiple of `shards`.
 
-    Args:
-        shards: at least 2.
-        rank: as in `even_shapes`.
-        dim: as in `even_shapes`.
-        max_size: largest dimension.
+    Arguments are as for `even_shapes`, with at least 2 `shards`.
 
     Returns:
-        A strategy for tuples of `rank` positive ints, sizes below `shards` too.
+      A strategy for tuples of `rank` positive ints, sizes below `shards` too.
 
     Raises:
-        ValueError: `shards` is below 2, or `dim` is out of range.
-        ImportError: as in `meshes`.
+      ValueError: `shards` is below 2, or `dim` is out of range.
 
     Example:
-        >>> from hypothesis import given
-        >>> @given(uneven_shapes(4, rank=1))
-        ... def test_shape(shape):
-        ...     assert shape[0] % 4
-        >>> test_shape()
+      >>> from hypothesis import given
+      >>> @given(uneven_shapes(4, rank=1))
+      ... def test_shape(shape):
+      ...     assert shape[0] % 4
+      >>> test_shape()
     """
     st = strategies("uneven_shapes")
     dim = _position("uneven_shapes", shards, rank, dim)
@@ -282,22 +269,21 @@ def dtypes(kinds: Sequence[str] = ("float",)) -> Dtypes:
     """Returns a strategy for the dtypes that arrays can have in this process.
 
     Args:
-        kinds: some of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits)
-            and "bool". 64 bits need `jax_enable_x64`.
+      kinds: some of "float" (float32, bfloat16, float16, float64), "int", "uint" (8 to 64 bits) and
+        "bool". 64 bits need `jax_enable_x64`.
 
     Returns:
-        A strategy for NumPy dtypes. Shrinks towards 32 bits.
+      A strategy for NumPy dtypes. Shrinks towards 32 bits.
 
     Raises:
-        ValueError: an unknown kind, or none.
-        ImportError: as in `meshes`.
+      ValueError: a kind is unknown, or there is none.
 
     Example:
-        >>> from hypothesis import given
-        >>> @given(dtypes(["float", "int"]))
-        ... def test_zeros(dtype):
-        ...     assert jnp.zeros(3, dtype).dtype == dtype
-        >>> test_zeros()
+      >>> from hypothesis import given
+      >>> @given(dtypes(["float", "int"]))
+      ... def test_zeros(dtype):
+      ...     assert jnp.zeros(3, dtype).dtype == dtype
+      >>> test_zeros()
     """
     st = strategies("dtypes")
     unknown = [kind for kind in kinds if kind not in _KINDS]
@@ -319,24 +305,23 @@ def ragged_sizes(count: int, total: int, *, exact: bool = False) -> Shapes:
     """Returns a strategy for sizes of groups that share rows, many of them empty.
 
     Args:
-        count: groups.
-        total: rows.
-        exact: whether sizes sum to `total`, not to less.
+      count: groups.
+      total: rows.
+      exact: whether sizes sum to `total`, not to less.
 
     Returns:
-        A strategy for tuples of `count` non-negative ints. One group may have all rows; unless
-        `exact`, all may be empty.
+      A strategy for tuples of `count` non-negative ints. One group may have all rows; unless
+      `exact`, all may be empty.
 
     Raises:
-        ValueError: `count` or `total` is negative, or `exact` rows have no group.
-        ImportError: as in `meshes`.
+      ValueError: `count` or `total` is negative, or `count` is 0 with `exact` and rows.
 
     Example:
-        >>> from hypothesis import given
-        >>> @given(ragged_sizes(4, 10, exact=True))
-        ... def test_sizes(sizes):
-        ...     assert len(sizes) == 4 and sum(sizes) == 10
-        >>> test_sizes()
+      >>> from hypothesis import given
+      >>> @given(ragged_sizes(4, 10, exact=True))
+      ... def test_sizes(sizes):
+      ...     assert len(sizes) == 4 and sum(sizes) == 10
+      >>> test_sizes()
     """
     st = strategies("ragged_sizes")
     if count < 0 or total < 0 or (exact and total and not count):

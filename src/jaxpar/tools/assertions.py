@@ -32,7 +32,7 @@ def assert_overlapped(
     mesh: MeshAxes | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> None:
-    """Asserts that a compiler's schedule of `fn` waits little for communication.
+    """Asserts that `fn`, as compiled, waits for communication at most a given share of its time.
 
     The program is compiled for devices that need not be present. Its schedule is simulated
     (`jaxpar.schedule.timeline`), not measured; on GPUs without XLA's tables, times are rooflines.
@@ -44,14 +44,13 @@ def assert_overlapped(
       target: from `jaxpar.schedule.target`, or its text such as `"v5e:2x4"` or `"h100:8"`.
       *args: global arrays or `jax.ShapeDtypeStruct`s, whose `sharding` may be a `PartitionSpec`.
       exposed_at_most: the largest exposed share of the total time.
-      mesh: as for `jaxpar.make_mesh`, with a text only; None is `"tp=-1"`.
+      mesh: as for `jaxpar.make_mesh`, only if `target` is text. None: `"tp=-1"`.
       compiler_options: as for `jaxpar.schedule.compile_for`.
 
     Raises:
       AssertionError: more is exposed. The text has the longest waits with line, cause and edit.
-      ImportError: the compiler is not installed; the message names its extra.
-      TypeError: `mesh` with a target that has one.
-      ValueError: an unknown target, or a limit that is not between 0 and 1.
+      ImportError: the compiler is not installed; the message names the pip extra.
+      ValueError: the target is unknown, or the limit is not between 0 and 1.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P("tp"))
@@ -97,20 +96,12 @@ def assert_no_resharding(
 ) -> None:
     """Asserts that the partitioner moves no array to another sharding.
 
-    Counts all-gathers, all-to-alls and permutes that are not in the traced program. Sums do not
-    count: a product over a sharded dimension needs one.
-
-    Args:
-      fn: as for `assert_overlapped`.
-      target: as for `assert_overlapped`.
-      *args: as for `assert_overlapped`.
-      mesh: as for `assert_overlapped`.
-      compiler_options: as for `assert_overlapped`.
+    All-gathers, all-to-alls and permutes that it inserts are refused. Sums are not: a product over
+    a sharded dimension needs one. Arguments and other errors are as for `assert_overlapped`.
 
     Raises:
-      AssertionError: there are some. The text has each one's line, the array, and its sharding
-        before and after.
-      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
+      AssertionError: there are such moves. The text has each one's line, the array, and its
+        sharding before and after.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
@@ -146,22 +137,18 @@ def assert_collectives(
 ) -> None:
     """Asserts which collectives a compiled program runs, how often, and how much they send.
 
-    The compiled module counts, with what the compiler adds, joins or drops. A loop's collective
-    counts as often as it runs.
+    Counts are those of the compiled module: with collectives that the compiler adds, without those
+    it joins or drops. A loop's collective counts as often as it runs. Other arguments and errors
+    are as for `assert_overlapped`.
 
     Args:
-      fn: as for `assert_overlapped`.
-      target: as for `assert_overlapped`.
-      *args: as for `assert_overlapped`.
       expected: all collectives. A key is phase (forward, backward or recomputation), collective and
-        axes, as in `"forward all-gather over tp"`. A value is the number of runs, or a pair of it
-        and the bytes that one device sends in all runs.
-      mesh: as for `assert_overlapped`.
-      compiler_options: as for `assert_overlapped`.
+        axes, as in `"forward all-gather over tp"`. A value is the number of runs, or
+        `(runs, bytes)`, with the bytes that one device sends in all runs.
 
     Raises:
-      AssertionError: there are others. The text has expected and found ones, with lines.
-      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
+      AssertionError: the program runs other collectives. The text has expected and found ones, with
+        lines.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
@@ -207,17 +194,13 @@ def assert_peak_memory(
 ) -> None:
     """Asserts how much memory a compiled program needs at most on one device.
 
+    Other arguments and errors are as for `assert_overlapped`.
+
     Args:
-      fn: as for `assert_overlapped`.
-      target: as for `assert_overlapped`.
-      *args: as for `assert_overlapped`.
       at_most: bytes in the compiler's plan, with arguments and results.
-      mesh: as for `assert_overlapped`.
-      compiler_options: as for `assert_overlapped`.
 
     Raises:
       AssertionError: it needs more. The text has the largest arrays at the peak, with their lines.
-      ImportError, TypeError, ValueError: the target is refused, as by `assert_overlapped`.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))

@@ -68,9 +68,10 @@ class CallSite:
     """A part of a call site, such as its forward pass, and its algorithms.
 
     Attributes:
-      name: of the site, as in a file of `jaxpar tune`.
+      name: the site's name, as in a file of `jaxpar tune`.
       part: "forward", "backward", "forward, no gradients", "row chunks" or "dispatch".
-      line: of the program, such as `model.py:12 in mlp`.
+      line: the program's line, such as `model.py:12 in mlp`.
+      algorithms: all, with predictions.
       taken: the name of the chosen one.
       by: "auto", or "tuned" or "named" if a file or the program says so.
     """
@@ -86,9 +87,11 @@ class CallSite:
 @readable
 @dataclass(frozen=True)
 class Ways:
-    """The call sites of a program, in the order of tracing.
+    """The call sites of a program.
 
-    `bands` are the errors of matmuls on the chip, as text.
+    Attributes:
+      sites: in the order of tracing.
+      bands: errors of matmuls on the chip, as text.
     """
 
     sites: tuple[CallSite, ...]
@@ -144,22 +147,22 @@ def ways(
     target: Target | None = None,
     compiler_options: Any = None,
 ) -> Ways:
-    """Returns what `mode="auto"` chooses at each call site of a program, and from what.
+    """Returns the mode that `"auto"` chooses at each call site of a program, and the alternatives.
 
     Args:
       f: a function of global arrays, jitted or not; it is traced, not compiled.
-      *args: arrays, or `jax.ShapeDtypeStruct`s of global arrays.
+      *args: global arrays, or `jax.ShapeDtypeStruct`s.
       target: devices that need not be present, from `jaxpar.schedule.target`. None: those of the
         context mesh (`jax.set_mesh`), else of the program's meshes.
-      compiler_options: of the program. None: those of a `jaxpar.jit` function, else those of
-        `jaxpar.compiler_options` for the target's or the context's devices.
+      compiler_options: the program's options. None: those of a `jaxpar.jit` function, else those of
+        the target's or context's chip.
 
     Returns:
-      A `Ways`, shown as a table. Its backward passes count only if the program takes gradients.
-      Call sites of equal operands are one, as for `jaxpar tune`.
+      A `Ways`, printed as a table. Each of its `sites` has `name`, `part` (such as `"forward"`),
+      `line`, `algorithms`, and the one `taken`. Backward passes are listed even if no gradients are
+      taken. Call sites with equal operands are listed once.
 
     Raises:
-      TypeError: `target` or `compiler_options` of another type.
       Exception: any error of tracing.
 
     Cost: one tracing of the program, and some milliseconds a site.

@@ -24,7 +24,7 @@ _OF_A_HOST = re.compile(
 
 @public
 def agree(*, timeout_s: Number = 60, **values: Any) -> None:
-    """Compares what must be equal in all processes, before the first collective.
+    """Checks that all processes have equal values. Call it before the first collective.
 
     Collectives of different programs hang or return garbage. Versions, `jax.config`, compiler
     settings, and the kind and number of devices are always compared.
@@ -33,21 +33,20 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
       timeout_s: seconds to wait for the others.
       values: meshes, layouts, configurations, optimizers, keys, pytrees of arrays or shapes, nested
         in any way. Programs, as in `step=jax.jit(step).lower(*args)`, are compared by operations;
-        functions by code, defaults and closure, but not globals; other objects by what would be
-        pickled. Arrays are compared by numbers if a process has all of them, otherwise by dtype,
-        shape and sharding. For a batch that differs by process pass
-        `jax.eval_shape(lambda: batch)`.
+        functions by code, defaults and closure, not globals; other objects by pickled state. Arrays
+        are compared by numbers if a process has all of them, otherwise by dtype, shape and
+        sharding. For a batch that differs by process pass `jax.eval_shape(lambda: batch)`.
 
     Raises:
       ValueError: processes differ; all raise it, with both sides and the first difference.
-      TimeoutError: missing processes, by number. At exit JAX waits for dead ones, for the
-        `heartbeat_timeout_seconds` of `initialize`.
+      TimeoutError: processes are missing; the message lists them. At exit, JAX waits for dead
+        processes for the `heartbeat_timeout_seconds` of `initialize`.
 
-    Cost: a message of some hundred bytes from each process to process 0, over the hosts' network.
-    Arrays are copied to the host one at a time.
+    Cost: a message of some hundred bytes from each process to process 0. Arrays are copied to the
+    host one at a time.
 
     Example:
-      >>> agree(mesh=make_mesh("tp=8"), step=jax.jit(jnp.sin).lower(1.0))  # alone: always
+      >>> agree(mesh=make_mesh("tp=8"), step=jax.jit(jnp.sin).lower(1.0))  # one process: agrees
     """
     seconds = check_number("timeout_s", timeout_s)
     texts = {"what it runs on": _surroundings()}

@@ -20,15 +20,15 @@ class Description:
 
     Attributes:
       platform: `"cpu"`, `"gpu"` or `"tpu"`.
-      device_kind: of the devices.
-      devices: their number in all processes.
-      local_devices: their number in this process.
+      device_kind: the `device_kind` of the devices.
+      devices: the number of devices in all processes.
+      local_devices: the number in this process.
       process: the index of this process.
-      processes: their number.
-      host: its name.
+      processes: the number of processes.
+      host: the host's name.
       memory: bytes of each local device; None if the backend does not tell.
-      collectives: those of jaxpar's that the backend has.
-      versions: of jax, jaxlib, jaxpar and libtpu, if installed.
+      collectives: the collectives used by jaxpar that the backend supports.
+      versions: those of jax, jaxlib, jaxpar and libtpu, if installed.
 
     Example:
       >>> describe().devices
@@ -58,7 +58,7 @@ class Description:
 
 @public
 def describe() -> Description:
-    """Returns what the program runs on.
+    """Returns the devices, processes and versions of the running program.
 
     Example:
       >>> found = describe()

@@ -28,36 +28,33 @@ from jaxpar.tools.processes.watch import watch
 
 @readable
 def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
-    """Guards a step: past a time limit, every process prints where each process is.
+    """Watches a step: after a time limit, every process prints what each one is executing.
 
-    If a process is missing, slow, compiling or in another program, the others hang silently in a
-    collective or compute garbage. Past the limit, when a process is gone, or when two run different
-    programs, all print where each one is, what is wrong, and the line of the collective that is
-    waited in.
+    If a process is missing, slow, compiling or in another program, the others hang in a collective
+    or compute garbage. After the limit, when a process is gone, or when programs differ, all print
+    what is wrong, and the first collective that needs a missing process.
 
     Each new program of a jitted function is compared before it is compiled. If programs differ, all
     processes that have not started theirs raise an error with the first difference. Calls must come
     in the same order in all processes, from one thread.
 
     Args:
-      what: a function of `jax.jit` or `jaxpar.jit`; any other function, whose Python line and
-        compilations are then known; or a step's name, for `with`.
-      timeout_s: seconds without progress until everyone prints, again after twice that, and so on.
-        Choose more than your longest step, without compilation if `what` is jitted.
-      exit_code: ends the process with this status after printing; None: it goes on waiting.
+      what: a function of `jax.jit` or `jaxpar.jit`; any other function, reported by its Python line
+        and compilations; or a step's name, for `with`.
+      timeout_s: seconds without progress until all print; they print again after twice as long, and
+        so on. Choose more than your longest step, without compilation if `what` is jitted.
+      exit_code: the status with which the process ends after printing. None: it goes on waiting.
 
     Returns:
-      For a function, one that is called in the same way. For a name, a context manager and
+      For a function, a function with the same signature. For a name, a context manager and
       decorator. Its `until(arrays)` makes the step last until these are computed.
 
     Raises:
       ValueError: `timeout_s` is not positive; from the guarded function: programs differ.
-      TypeError: `what` is neither a function nor a name.
 
-    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), and up to
-    1 us for each array argument, while the device works. A thread sends half a kilobyte to process
-    0 twice a second. A new program is lowered and compared once. A step's smallest result is kept
-    until it is computed.
+    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), and up to 1
+    us for each array argument, while the device works. A thread sends half a kilobyte to process 0
+    twice a second. A new program is lowered and compared once.
 
     Example:
       >>> step = guard(jax.jit(lambda x: x + 1), timeout_s=30)

@@ -38,13 +38,13 @@ def initialize(
     """Connects the processes of a program; may be called twice, or by a single process.
 
     Wraps `jax.distributed.initialize`, which needs no arguments for Slurm, Open MPI, Kubernetes and
-    TPU pods. Without a sign of other processes nothing happens. With an address, processes first
-    wait for each other: JAX ends a process whose companions do not come.
+    TPU pods. A process that finds no others does nothing. With an address, processes first wait for
+    each other. A missing one raises a `TimeoutError`; JAX alone would end the process.
 
     Args:
-      coordinator_address: `"host:port"` of process 0, the same in all processes.
-      num_processes: their number.
-      process_id: of this process, from 0.
+      coordinator_address: `"host:port"` of process 0.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
       timeout_s: seconds to wait for the others.
       more: as for `jax.distributed.initialize`.
 
@@ -52,8 +52,8 @@ def initialize(
       The current `describe()`.
 
     Raises:
-      TimeoutError: missing processes, by number.
-      ValueError: an address without the numbers, or the reverse; a number out of range.
+      TimeoutError: processes are missing; the message lists them.
+      ValueError: only some of the first three arguments are given, or a number is out of range.
       RuntimeError: arrays were made or devices were listed before.
 
     Example:
