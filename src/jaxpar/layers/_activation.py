@@ -25,15 +25,10 @@ else:
 class GatedActivation:
     """An activation of gate and up together, in place of `activation(gate) * up`.
 
-    As `activation`, or as a decorator.
+    Pass it as `activation` of `gated_mlp` or of an MoE layer. It is also a decorator.
 
     Args:
       function: an elementwise `function(gate, up)` of two arrays of one shape.
-
-    Raises:
-      TypeError: `function` is not callable.
-
-    Cost: none.
 
     Example:
       >>> @GatedActivation

@@ -71,7 +71,7 @@ class HeadLayout:
 
     @property
     def local_kv_heads(self) -> int:
-        """Returns how many key and value heads a shard uses; they divide `local_heads`."""
+        """Returns a shard's number of key and value heads, a divisor of `local_heads`."""
         return self.local_heads // self._run
 
     @property
@@ -87,7 +87,7 @@ class HeadLayout:
     def kv_heads_of(self, shard: Any) -> Array:
         """Returns a shard's key and value heads, `int32[local_kv_heads]`.
 
-        A head repeats if query heads cut its group in unequal parts.
+        Each entry serves `local_heads / local_kv_heads` query heads, so a head may be repeated.
         """
         heads = jnp.minimum(self.query_heads_of(shard)[:: self._run], self.heads - 1)
         return heads // (self.heads // self.kv_heads)
@@ -104,10 +104,7 @@ class HeadLayout:
           `[..., padded_heads * e]`, with zeros at the end.
 
         Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or `heads` does not divide its size.
-
-        Cost: a copy.
+          ValueError: the dimension is out of range, or `heads` does not divide its size.
 
         Example:
           >>> head_layout(6, 2, 4).pad_query(jnp.ones((16, 6 * 5))).shape
@@ -124,12 +121,7 @@ class HeadLayout:
           dim: the dimension of heads.
 
         Returns:
-          `[padded_heads * e, ...]`, with zeros at the end.
-
-        Raises:
-          TypeError, ValueError: as `pad_query`.
-
-        Cost: a copy.
+          `[padded_heads * e, ...]`.
 
         Example:
           >>> head_layout(6, 2, 4).pad_output(jnp.ones((6 * 5, 16))).shape
@@ -148,12 +140,6 @@ class HeadLayout:
         Returns:
           `[..., heads * e]`.
 
-        Raises:
-          TypeError: `dim` is no integer.
-          ValueError: `dim` is out of range, or `padded_heads` does not divide its size.
-
-        Cost: a copy.
-
         Example:
           >>> head_layout(6, 2, 4).unpad_query(jnp.ones((16, 8 * 5))).shape
           (16, 30)
@@ -170,11 +156,6 @@ class HeadLayout:
 
         Returns:
           `[heads * e, ...]`.
-
-        Raises:
-          TypeError, ValueError: as `unpad_query`.
-
-        Cost: a copy.
 
         Example:
           >>> head_layout(6, 2, 4).unpad_output(jnp.ones((8 * 5, 16))).shape
@@ -209,19 +190,18 @@ class HeadLayout:
 
 @public
 def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayout:
-    """Returns which heads each device has.
+    """Returns a `HeadLayout`: the heads of each device.
 
     Args:
-      heads: query heads.
-      kv_heads: key and value heads, 1 for multi-query attention.
-      shards: devices that share the heads.
+      heads: the number of query heads.
+      kv_heads: the number of key and value heads, 1 for multi-query attention.
+      shards: the number of devices that share the heads.
 
     Returns:
-      Query heads padded to a multiple of `shards`, key and value heads sharded if it divides them,
-      else replicated.
+      Query heads are padded to a multiple of `shards`. Key and value heads are sharded if `shards`
+      divides them, else replicated.
 
     Raises:
-      TypeError: a number is no integer.
       ValueError: `kv_heads` does not divide `heads`, or a number is not positive.
 
     Cost: padding multiplies attention's work by `padded_heads / heads`.
@@ -263,9 +243,9 @@ def parallel_attention(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes multi-head attention and its projections, heads sharded over the axis.
+    """Computes multi-head attention and its projections, with heads sharded over `axis`.
 
-    With `layout = head_layout(heads, kv_heads, n)`, any number of heads fits n devices.
+    `layout` below is `head_layout(heads, kv_heads, n)`.
 
     Args:
       x: as in `column_parallel_linear`.
@@ -275,18 +255,18 @@ def parallel_attention(
       w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. It handles masks, positions, and
-        further axes of the sequence. Pad and shard its arrays of query heads, such as sinks, like
-        w_q.
+        Query head `j` uses key and value head `j // (h // g)`. It must apply masks and positions,
+        and handle axes that shard the sequence further. Arrays with an entry for each query head,
+        such as sinks, must be padded and sharded like w_q.
       heads: query heads, without padding.
       kv_heads: key and value heads.
-      biases: arrays or None for q, k, v, o, sharded like weights' columns.
+      biases: a tuple for q, k, v and o: arrays or None, sharded like the columns of their weights.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: as in `column_parallel_linear`; or a pair, for q, k, v and for o.
-      fsdp_first: whether `fsdp_axis` shards heads before `axis`: `P(None, ("fsdp", "tp"))` for w_q,
-        `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)` and
-        `layout = head_layout(heads, kv_heads, n * f)`, with f the size of `fsdp_axis`.
+      fsdp_dim: as in `column_parallel_linear`, or a pair: one for q, k and v, one for o.
+      fsdp_first: True if `fsdp_axis` comes first where both shard heads: `P(None, ("fsdp", "tp"))`
+        for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)` and
+        `layout = head_layout(heads, kv_heads, n * f)`.
       preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 
@@ -295,12 +275,11 @@ def parallel_attention(
       gradients.
 
     Raises:
-      TypeError: as in `column_parallel_linear`.
-      ValueError: heads or columns do not fit, `attend` returns another shape, or as in the linear
-        layers.
+      TypeError, ValueError: as in `column_parallel_linear`; also if heads do not fit, or `attend`
+        returns another shape.
 
-    Cost: one gather of x, one reduce-scatter of the result. Replicated w_k and w_v project only
-    this device's heads; their gradients are summed over `axis`.
+    Cost: one gather of x, one reduce-scatter of the result. With replicated w_k and w_v, a device
+    computes only the heads that it needs; gradients are summed over `axis`.
 
     Example:
       >>> mesh, layout = make_mesh("tp=8"), head_layout(heads=6, kv_heads=2, shards=8)

@@ -1,7 +1,7 @@
 """The cross-entropy of one chunk of tokens after another, and its derivative.
 
-A device saves three numbers a token of its logits; one pmax and one psum of them give the losses.
-The derivative computes logits again.
+A device saves three numbers a token; one pmax and one psum of them give the losses. The derivative
+computes logits again.
 """
 
 from dataclasses import dataclass

@@ -37,35 +37,36 @@ def reduce_compressed_gradients(
 ) -> tuple[Tree, Tree]:
     """Sums gradients over devices in 8 bits, and returns rounding errors for the next step.
 
-    For your own training loop, over slow links: between hosts, or behind a switch.
+    Use it over slow links: between hosts, or behind a switch.
 
     Args:
       grads: pytree of partial sums.
-      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. None: `"int8"`, 256 numbers a scale.
+      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. Without one: `"int8"`, with a scale
+        for 256 numbers.
       error: this device's error of the previous step. None: the first step.
       specs: as in `reduce_gradients`.
       key: a new `jax.random` key each step, for stochastic rounding. int8 only.
 
     Returns:
       `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`;
-      leaves typed so already stay as they are. Errors have their leaf's shape, in float32 or wider,
-      and vary over `axis`: keep them sharded. All sums so far plus all devices' errors are the
-      exact sums.
+      leaves already typed so stay as they are. Errors have their leaf's shape, in float32 or wider,
+      and vary over `axis`: keep them sharded. The sums of all steps so far, plus all devices'
+      current errors, are exact.
 
-      Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0],
-      except for floats of fewer than 32 bits.
+      Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0], or
+      the leaf's shape for floats of fewer than 32 bits.
 
       If a gradient is not finite, all sums that share its scale are NaN, and all errors stay as
-      before. Skip this step, and the next is right.
+      before. Skip such a step.
 
     Raises:
       TypeError: as in `reduce_gradients`, or the wire has more than 8 bits.
-      ValueError: `specs` is no prefix of `grads`, the error does not fit, or an axis is unknown.
+      ValueError: `specs` is no prefix of `grads`, or the error does not fit.
 
     Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather
-    sums. Behind a switch this is half of a bfloat16 psum. On a ring of 8 or more devices, the
-    all-to-all alone loads links more than a bfloat16 reduce-scatter. Errors take 4 bytes a
-    parameter, twice that until all sums are there.
+    sums. Behind a switch this is half of a bfloat16 psum. Do not use it on a ring of 8 or more
+    devices: there the all-to-all alone loads links more than a bfloat16 reduce-scatter. Errors take
+    4 bytes a parameter, and 8 while sums are computed.
 
     Example:
       >>> mesh = make_mesh("dp=8")

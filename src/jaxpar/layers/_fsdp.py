@@ -108,22 +108,19 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
 
     Args:
       tree: pytree of local shards. A `Quantized` travels as it is.
-      axis: mesh axes that shard the parameters, or an `Axis`. Its mode is `"naive"`,
-        `"unidirectional"`, `"bidirectional"`, `"multi-ring"`, or `"auto"`: naive unless
-        `jaxpar.tuned` finds a faster one. Its `wire_dtype` is for sums of gradients. None: their
-        own dtype. An 8-bit one instead rounds full leaves of more than 256 KiB, with a scale a row;
-        gradients ignore this rounding. With `gather_dtype="bfloat16"`, float32 leaves arrive in
-        bfloat16; their gradients are summed and returned in float32.
-      dim: a leaf's sharded dimension, None if unsharded; one for all, or a pytree prefix.
+      axis: mesh axes that shard the parameters, or an `Axis`. `"auto"` is naive unless
+        `jaxpar.tuned` finds a faster mode. An 8-bit `wire_dtype` rounds only leaves of more than
+        256 KiB (gathered size); gradients ignore this rounding.
+      dim: each leaf's sharded dimension, or None if unsharded: one value for all leaves, or a
+        pytree prefix.
 
     Returns:
-      The full parameters, varying over `axis` where gathered. They are residuals, unless
-      `jax.checkpoint`, `fsdp_linear` or `fsdp_scan` gather again.
+      The full parameters, varying over `axis` where gathered. They are saved for the backward pass,
+      unless `jax.checkpoint` gathers them again. `fsdp_linear` and `fsdp_scan` do so by themselves.
 
     Raises:
-      TypeError: an option has the wrong type.
-      ValueError: a leaf to gather is typed as replicated over `axis`, `dim` is out of range or no
-        prefix, or an axis is unknown.
+      ValueError: a leaf to gather is typed as replicated over `axis`, or `dim` is out of range or
+        no prefix.
 
     Cost: a device sends (n-1)/n of each full leaf, and of its gradient in the wire's dtype.
 
@@ -134,8 +131,6 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       ...     mesh=mesh, in_specs=(specs,), out_specs=specs))
       >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 full copies
       (128, 4)
-
-    Source: as `fsdp_linear`.
     """
     tree = as_arrays("tree", tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -190,12 +185,11 @@ def fsdp_linear(
     """Computes `x @ all_gather(w) + bias`, block by block as w arrives.
 
     Args:
-      x: local `[..., k]`, this device's share of the batch.
-      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. After a cast to
-        `gather_dtype`, if any, it has the dtype of x.
-      axis: mesh axes that shard w, or an `Axis` with a mode as in `all_gather_matmul`. Its
-        `wire_dtype` is for sums of w's gradient, or with 8 bits for w itself. None: their own
-        dtype. With a `gather_dtype`, the gradient is summed and returned in w's dtype.
+      x: local `[..., k]`.
+      w: local `[k/n, m]` (`dim=0`) or `[k, m/n]` (`dim=1`), or a `Quantized`. Its dtype, or the
+        `gather_dtype`, must be x's dtype.
+      axis: mesh axes that shard w, or an `Axis` with a mode and `wire_dtype` as in
+        `all_gather_matmul`.
       bias: local `[m]`, replicated over `axis`, or `[m/n]`, sharded.
       dim: the sharded dimension of w.
       preferred_element_type: as in `all_gather_matmul`.
@@ -205,14 +199,12 @@ def fsdp_linear(
       Local `[..., m]`, varying over `axis` and the operands' axes.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
-      ValueError: w is typed as replicated over `axis`, ranks or sizes do not fit, or an axis is
-        unknown.
+      TypeError: dtypes differ.
+      ValueError: w is typed as replicated over `axis`, or ranks or sizes do not fit.
 
-    Cost: a device sends (n-1)/n of the full weight forward, again backward unless `axis` has
-    `keep_gathered=True`, which saves it, and of its gradient in the wire's dtype. In ring modes
-    this overlaps with matmuls, and the full weight exists only if saved. A sharded bias is gathered
-    by itself.
+    Cost: a device sends (n-1)/n of the full weight in each pass, and of its gradient in the wire's
+    dtype. `keep_gathered=True` of the `Axis` saves the weight instead of gathering it again. In
+    ring modes transfers overlap with matmuls, and the full weight exists only if saved.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -221,7 +213,7 @@ def fsdp_linear(
       >>> f(jnp.ones((8, 16)), jnp.ones((16, 24)), jnp.ones(24)).shape
       (8, 24)
 
-    Source: Rajbhandari et al., "ZeRO" (2020), stage 3; the overlap as in `all_gather_matmul`.
+    Source: Rajbhandari et al., "ZeRO" (2020), stage 3.
     """
     x, weight = as_array("x", x), as_operand("w", w)
     labels = matmul_labels(x, weight)

@@ -160,7 +160,7 @@ def fsdp_scan(
     dim: TreeDim = 0,
     policy: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Applies layer after layer, each gathering its weights for use.
+    """Applies layers one after the other, and gathers the weights of each for its use.
 
     Args:
       layer_fn: `(params, x) -> x`, with full parameters. It may close over arrays, which get
@@ -170,21 +170,20 @@ def fsdp_scan(
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       dim: as in `fsdp_gather`, of one layer's parameters.
       policy: residuals to save besides a layer's input, as in `jax.checkpoint`, such as
-        `jax.checkpoint_policies.save_only_these_names("attention")`. None: none.
+        `jax.checkpoint_policies.save_only_these_names("attention")`. None: no others.
 
     Returns:
-      The last layer's result, varying over all axes of `x` and of a layer's result.
+      The last layer's result, varying over all mesh axes over which `x` or a layer's result varies.
 
     Raises:
-      TypeError: a layer changes structure, shapes or dtypes of `x`, or an option has the wrong
-        type.
+      TypeError: a layer changes structure, shapes or dtypes of `x`.
       ValueError: as in `fsdp_gather`, or stacks are empty or of different lengths.
 
-    Cost: a device sends (n-1)/n of each layer's weights forward, again backward, and of their
-    gradients in the wire's dtype. Residuals are layers' inputs, the shards, and what `policy`
-    saves: never gathered weights, but possibly casts of them. The rest is recomputed. One layer's
-    weights are gathered at a time, during the layer's own work if collectives are asynchronous
-    (`jaxpar.compiler_options`); otherwise the layer waits.
+    Cost: a device sends (n-1)/n of each layer's weights in each pass, and of their gradients in the
+    wire's dtype. Residuals are layers' inputs, the shards, and those that `policy` saves; the rest
+    is recomputed. Gathered weights are never saved, but `policy` may save casts of them. One
+    layer's weights are gathered at a time, during the layer's own work if collectives are
+    asynchronous (`jaxpar.compiler_options`).
 
     Example:
       >>> mesh = make_mesh("fsdp=8")
@@ -194,8 +193,6 @@ def fsdp_scan(
       ...     out_specs=P("fsdp")))
       >>> f(jnp.ones((3, 8, 8)), jnp.ones((16, 8))).shape
       (16, 8)
-
-    Source: as `fsdp_linear`.
     """
     check_policy(policy)
     stacked_params = as_arrays("stacked_params", stacked_params)

@@ -29,23 +29,19 @@ SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that 
 
 @public
 def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
-    """Returns the sum of all devices' losses over the sum of their weights.
-
-    Devices may have different numbers of tokens.
+    """Returns the sum of all devices' losses, divided by the sum of their weights.
 
     Args:
       loss_sum: local float scalar, this device's sum of losses.
-      weight: local scalar, their number or total weight; no gradient.
-      axis: mesh axes that losses are spread over. Sums are always `lax.psum`s.
+      weight: local scalar, the number of losses or their total weight; not differentiated.
+      axis: mesh axes that losses are spread over.
 
     Returns:
       `psum(loss_sum) / psum(weight)`, float32 or wider, replicated over `axis`. For a total weight
       of 0 it is 0 with zero gradients, or NaN if the loss is not finite.
 
     Raises:
-      TypeError: the loss is no float, or the weight is complex.
-      ValueError: an argument is no scalar, the loss is typed as replicated over `axis`, or the axis
-        is unknown.
+      ValueError: an argument is no scalar, or the loss is typed as replicated over `axis`.
 
     Cost: two psums of scalars.
 
@@ -74,40 +70,38 @@ def mean_value_and_grad(
     bucket_bytes: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function for the mean loss and its gradient in `jax.shard_map`.
+    """Returns a function that computes the mean loss and its gradient inside `jax.shard_map`.
 
-    Gradients equal those of one device under either `check_vma`, summed over `axis` once, after all
-    microbatches.
+    With either `check_vma`, gradients equal those on one device. They are summed over `axis` once,
+    after all microbatches.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars as in `mean_loss`.
-        Each device has its own share over `axis`, replicated over other axes.
-      axis: all mesh axes that losses are spread over, such as batch or sequence axes. Sums are
-        `lax.psum`s, of gradients in a `wire_dtype`. `()`: devices have the full loss.
+        They may differ between devices along `axis`, and are equal along other axes.
+      axis: all mesh axes that losses are spread over. Sums are `lax.psum`s; those of gradients use
+        the `wire_dtype` of an `Axis`. `()`: each device has the full loss.
       specs: pytree prefix of `PartitionSpec`s for params. Needed under `check_vma=False`, only
         checked otherwise.
-      groups: mesh axes between groups with their own parameters and losses; nothing is summed over
-        them. Under `check_vma=False`, an axis that `loss_fn` never names counts as one.
-      microbatches: parts of dimension 0 of every batch leaf. Gradients accumulate in float32 or
-        wider.
-      bucket_bytes: as in `reduce_gradients`. None: one psum a leaf.
+      groups: mesh axes along which parameters and losses are independent, without sums. Under
+        `check_vma=False`, axes that `loss_fn` never names are treated so, too.
+      microbatches: the number of parts of dimension 0 of every batch leaf.
+      bucket_bytes: as in `reduce_gradients`.
       has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, aux a pytree of arrays.
 
     Returns:
       `fn(params, *batch) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `loss` is as
       `mean_loss` returns it. `grads` is its gradient for the global parameters, in the dtypes and
-      sharding of params. For a total weight of 0 both are 0, or NaN if not finite. `aux` is this
-      device's, stacked `[microbatches, ...]`.
+      sharding of params. For a total weight of 0 both are 0, or NaN where sums are not finite.
+      `aux` is this device's, stacked along a new first dimension of size `microbatches`, also if 1.
 
     Raises:
-      TypeError: an option, a parameter or a result of `loss_fn` has the wrong type.
-      ValueError: `microbatches` does not divide a batch leaf. A result of `loss_fn` is no scalar,
-        or varies over an axis neither in `axis` nor `groups`. The loss is replicated over `axis`,
-        or parameters over `groups`. Specs are wrong, or missing under `check_vma=False`. A function
-        in `loss_fn` needs a parameter sharded that is replicated. An axis is unknown.
+      ValueError: `microbatches` does not divide a batch leaf; a result of `loss_fn` is no scalar,
+        or varies over an axis neither in `axis` nor `groups`; the loss is typed as replicated over
+        `axis`, or parameters over `groups`; specs are wrong, or missing under `check_vma=False`; a
+        layer in `loss_fn` got a replicated parameter that must be sharded.
 
     Cost: sums of replicated parameters' gradients, 2 (n-1)/n of their bytes. Over axes outside
-    `axis`, JAX sums them in each microbatch under `check_vma=True`, once at the end otherwise.
+    `axis` they are summed in each microbatch under `check_vma=True`, else once at the end.
     `loss_fn` may be traced twice. Microbatches hold all gradients in float32 or wider.
 
     Example:
@@ -121,8 +115,6 @@ def mean_value_and_grad(
       >>> mean, grads = step(jnp.ones(4), jnp.ones((8, 4)))
       >>> float(mean), grads
       (16.0, Array([8., 8., 8., 8.], dtype=float32))
-
-    Source: as `reduce_gradients`.
     """
     parts = check_whole("microbatches", microbatches, 1)
     limit = check_bucket(bucket_bytes)

@@ -31,15 +31,13 @@ def rms_norm(x: Array, scale: Array, *, eps: Number = 1e-6, axis: AxisLike | Non
       x: local floats `[..., d]`, other dimensions sharded in any way.
       scale: floats `[d]`, replicated over the axes that shard tokens.
       eps: added to the mean square.
-      axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`, or None. Sums are
-        always `lax.psum`s.
+      axis: mesh axes that shard features, x `[..., d/n]` and scale `[d/n]`, or None.
 
     Returns:
       `x / sqrt(mean(x**2) + eps) * scale`, in the dtype of x.
 
     Raises:
-      TypeError: x or scale is not of floats, or eps is no number known while tracing.
-      ValueError: scale has another size, eps is negative, or the axis is unknown.
+      ValueError: scale has another size, or eps is negative.
 
     Cost: with `axis`, a psum of one float32 a token, forward and backward. Residuals are x in its
     own dtype and one float32 a token. 16-bit floats are computed in float32.
@@ -78,9 +76,9 @@ def layer_norm(
       `(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`, in the dtype of x.
 
     Raises:
-      TypeError, ValueError: as `rms_norm`, with bias like scale.
+      ValueError: as in `rms_norm`, also for bias.
 
-    Cost: as `rms_norm`, with two psums: the mean, then the variance around it.
+    Cost: as `rms_norm`, with two psums.
 
     Example:
       >>> layer_norm(jnp.array([[3.0, 5.0]]), jnp.ones(2), eps=0.0)

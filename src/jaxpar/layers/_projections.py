@@ -1,4 +1,4 @@
-"""The matmuls of tensor-parallel layers: weights cut by columns, and weights cut by rows."""
+"""The matmuls of tensor-parallel layers: weights sharded by columns, and by rows."""
 
 from __future__ import annotations
 

@@ -26,23 +26,22 @@ def reduce_gradients(
 ) -> Tree:
     """Sums gradients over devices, one by one or joined into buckets.
 
-    For your own training loop; `mean_value_and_grad` includes it.
+    Not needed with `mean_value_and_grad`, which includes it.
 
     Args:
       grads: pytree of partial sums.
       axis: as in `reduce_region`.
       specs: pytree prefix of `PartitionSpec`s, as in `in_specs`. A leaf is not summed over axes
         that shard it. None: sums over all of `axis`.
-      bucket_bytes: the most bytes in a bucket of leaves with one dtype and the same axes. A larger
-        leaf travels alone. None: one psum a leaf.
+      bucket_bytes: the most bytes in a bucket of leaves with one dtype and the same axes. None: one
+        psum a leaf.
 
     Returns:
-      A pytree like `grads`, summed. A leaf typed as replicated over an axis stays as it is: JAX has
-      summed it there.
+      A pytree like `grads`, summed. A leaf typed as replicated over an axis stays as it is, as JAX
+      has summed it already.
 
     Raises:
-      TypeError: a leaf is boolean, or an option has the wrong type.
-      ValueError: `bucket_bytes` is below 1, `specs` is no prefix of `grads`, or an axis is unknown.
+      ValueError: `bucket_bytes` is below 1, or `specs` is no prefix of `grads`.
 
     Cost: psums of all leaves, 2 (n-1)/n of their bytes. Buckets copy leaves twice.
 
@@ -74,14 +73,12 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     Args:
       tree: pytree of local arrays, each replicated over axes that do not shard it.
       specs: as in `mean_value_and_grad`, a prefix of `tree`.
-      groups: mesh axes between groups, each with its own norm.
+      groups: mesh axes along which each index has its own norm.
 
     Returns:
-      A scalar, equal on all devices of a group: float32, or float64 if a leaf is; 0 for an empty
-      pytree.
+      A scalar, replicated over all axes but `groups`: float32, or float64 if a leaf is.
 
     Raises:
-      TypeError: specs are no PartitionSpecs, or a leaf is no array.
       ValueError: specs are missing under `check_vma=False`, no prefix of `tree`, differ from the
         types, or name an unknown axis.
 

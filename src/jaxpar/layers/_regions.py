@@ -1,8 +1,7 @@
 """Entry and exit of parallel regions: four collectives with exact derivatives.
 
 Derivatives are documented for `check_vma=True`. Under `check_vma=False`, each device's copy of a
-replicated value has its own gradient, and their sum is the documented one. The derivative of the
-psum that made the value, or the boundary of `shard_map`, sums them.
+replicated value has its own gradient, and their sum is the documented one.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from jaxpar.compiler.compat import all_gather
 
 @public
 def copy_region(x: Tree, axis: AxisLike) -> Tree:
-    """Passes a replicated value to devices that each do part of the work.
+    """Types a replicated value as varying; the derivative sums the cotangents.
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: mesh axes, or an `Axis`. The derivative is a `lax.psum`, in its `wire_dtype` if wider
-        than a leaf.
+      axis: mesh axes, or an `Axis`. A `wire_dtype` is used only if it is wider than a leaf's dtype.
 
     Returns:
-      `x`, typed as varying over `axis`. The derivative sums over axes over which x did not vary.
+      `x`, typed as varying over `axis`. The derivative is a `lax.psum` over axes over which x did
+      not vary.
 
     Raises:
-      TypeError: axis names are no strings, or a wire dtype is of another kind than a leaf.
       ValueError: an axis is unknown.
 
-    Cost: one psum a leaf backward; under `check_vma=False` it happens where the value came from.
+    Cost: one psum a leaf backward. Under `check_vma=False`, cotangents are summed by the psum that
+    made x, or at the boundary of `jax.shard_map`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -49,7 +48,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       >>> jaxpar.jit(jax.grad(loss))(jnp.ones((2, 1)), jnp.ones((2, 8))).ravel()
       Array([8., 8.], dtype=float32)
 
-    Source: Shoeybi et al., "Megatron-LM" (2019), its operator f.
+    Source: Shoeybi et al., "Megatron-LM" (2019), operator f; `reduce_region` is its operator g.
     """
     ring = bind(axis)
 
@@ -65,16 +64,14 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of partial sums.
-      axis: mesh axes, or an `Axis` with a `wire_dtype`. None: each leaf's own dtype. Sums are
-        always `lax.psum`s.
+      axis: mesh axes, or an `Axis` with a `wire_dtype`. Sums are always `lax.psum`s.
 
     Returns:
       The sum, in the dtype of x, typed as replicated under `check_vma=True`. The derivative passes
       the cotangent on unchanged.
 
     Raises:
-      TypeError: a leaf is boolean, or as in `copy_region`.
-      ValueError: x is typed as replicated over `axis`, or an axis is unknown.
+      ValueError: x is typed as replicated over `axis`.
 
     Cost: one psum a leaf; under `check_vma=False`, also one backward.
 
@@ -84,8 +81,6 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
-
-    Source: as `copy_region`, its operator g.
     """
     ring = bind(axis)
     x = as_arrays("x", x, "sum")
@@ -114,9 +109,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       this device's block of the cotangent.
 
     Raises:
-      TypeError: `dim` is no integer.
-      ValueError: x is typed as replicated over `axis`, `dim` is out of range, or an axis is
-        unknown.
+      ValueError: x is typed as replicated over `axis`, or `dim` is out of range.
 
     Cost: one all-gather a leaf forward, (n-1)/n of the full array. Under `check_vma=False`, also a
     reduce-scatter backward.
@@ -127,8 +120,6 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P()))
       >>> whole(jnp.arange(8.0))
       Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
-
-    Source: as `copy_region`.
     """
     ring = bind(axis)
     x = as_arrays("x", x)
@@ -142,21 +133,19 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
     """Cuts a replicated value into one block a device.
 
     Args:
-      x: pytree of local arrays, replicated over `axis`.
+      x: pytree of local arrays, usually replicated over `axis`.
       axis: mesh axes. The derivative is always a `lax.all_gather`.
       dim: the dimension to cut, in logical order.
 
     Returns:
-      This device's block, varying over `axis`. The derivative gathers the cotangent's blocks. Over
-      an axis over which x varies already, it pads with zeros instead.
+      This device's block, varying over `axis`. The derivative gathers the cotangent's blocks. Along
+      axes over which x varies already, it pads the block with zeros instead.
 
     Raises:
-      TypeError: as in `gather_region`.
-      ValueError: the axis does not divide the dimension, `dim` is out of range, or an axis is
-        unknown.
+      ValueError: the size of `axis` does not divide the dimension, or `dim` is out of range.
 
-    Cost: one all-gather a leaf backward, (n-1)/n of the full array. Under `check_vma=False`, padded
-    blocks are summed instead, where the value came from.
+    Cost: one all-gather a leaf backward, (n-1)/n of the full array; under `check_vma=False`, a sum
+    of blocks padded with zeros, as in `copy_region`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -164,8 +153,6 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       ...     mesh=mesh, in_specs=P(), out_specs=P("tp")))
       >>> blocks(jnp.arange(8.0))
       Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
-
-    Source: as `copy_region`.
     """
     ring = bind(axis)
 

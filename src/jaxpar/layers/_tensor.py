@@ -1,8 +1,4 @@
-"""Tensor-parallel linear layers: weights cut by columns, weights cut by rows, and both in an MLP.
-
-The axis of the weights also shards activations along the sequence (sequence parallelism). With
-`sequence_dim=None` they are replicated.
-"""
+"""Tensor-parallel linear layers: weights sharded by columns, by rows, and both in an MLP."""
 
 from __future__ import annotations
 
@@ -36,14 +32,13 @@ def column_parallel_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Weights:
-    """Computes `all_gather(x) @ w + bias` for weights cut by columns.
+    """Computes `all_gather(x) @ w + bias` for weights sharded by columns.
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]` in x's dtype, or a tuple of these for one gather; m may differ. With an
-        `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
-      axis: mesh axes, or an `Axis` with a mode as in `all_gather_matmul`. Its `wire_dtype` is for
-        the backward reduce-scatter's sums. None: the gradient's dtype.
+      w: local `[k, m/n]`, n the size of `axis`, in x's dtype, or a tuple of weights with any m,
+        which share one gather. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      axis: mesh axes, or an `Axis` with a mode and `wire_dtype` as in `all_gather_matmul`.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
@@ -53,21 +48,22 @@ def column_parallel_linear(
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    Both axes may shard one dimension of w. In the order `P(None, ("fsdp", "tp"))`, a device's
-    gathered columns are not adjacent: a bias, and rows of the next `row_parallel_linear`, need the
-    same order, `P(("fsdp", "tp"))`.
+    If both axes shard m, all weights and biases need one order of axes: with
+    `P(None, ("fsdp", "tp"))`, use `P(("fsdp", "tp"))` for the bias and for w of the next
+    `row_parallel_linear`.
 
     Returns:
       `[..., s, m/n]`, or a tuple of them, varying over `axis` and the operands' axes.
 
     Raises:
-      TypeError: dtypes differ, or an option has the wrong type.
+      TypeError: dtypes differ.
       ValueError: a sharded operand is typed as replicated over `axis`, ranks or sizes do not fit,
-        or an axis is unknown or in both `axis` and `fsdp_axis`.
+        or `axis` and `fsdp_axis` have an axis in common.
 
     Cost: a device sends (n-1)/n of the gathered x, overlapped as in `all_gather_matmul`. With
-    `sequence_dim=None` it sends nothing forward, and sums x's gradient over the axis. `fsdp_axis`
-    adds (f-1)/f of the gathered weights in each pass, and of their gradient; only shards are saved.
+    `sequence_dim=None` it sends nothing forward, and sums x's gradient as in `copy_region`. With
+    `fsdp_axis` it also sends (f-1)/f of the gathered weights in each pass, and of their gradient.
+    Only shards of weights are residuals.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -108,14 +104,13 @@ def row_parallel_linear(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `reduce_scatter(x @ w) + bias` for a weight cut by rows.
+    """Computes `reduce_scatter(x @ w) + bias` for a weight sharded by rows.
 
     Args:
       x: local `[..., s, k/n]`, as from `column_parallel_linear`.
       w: local `[k/n, m]` in x's dtype. With an `fsdp_axis` of size f, `[k/(n f), m]` or
         `[k/n, m/f]`.
-      axis: mesh axes, or an `Axis` with a mode as in `matmul_reduce_scatter`. Its `wire_dtype` is
-        for partial sums. None: the result's dtype.
+      axis: mesh axes, or an `Axis` with a mode and `wire_dtype` as in `matmul_reduce_scatter`.
       bias: `[m]`, replicated over `axis`, or `[m/f]` over `fsdp_axis`; added once, after the sum.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
       fsdp_axis: as in `column_parallel_linear`.
@@ -128,13 +123,12 @@ def row_parallel_linear(
       replicated under `check_vma=True`.
 
     Raises:
-      TypeError: as in `column_parallel_linear`.
-      ValueError: w is typed as replicated over `axis`, the axis does not divide the sequence, or as
-        in `column_parallel_linear`.
+      TypeError, ValueError: as in `column_parallel_linear`; also if the size of `axis` does not
+        divide the sequence.
 
-    Cost: a device sends (n-1)/n of the full result, overlapped as in `matmul_reduce_scatter`, or
-    twice that with `sequence_dim=None`. The derivative gathers the cotangent, or sends nothing.
-    `fsdp_axis` costs as in `column_parallel_linear`.
+    Cost: a device sends (n-1)/n of the full result, overlapped as in `matmul_reduce_scatter`, and
+    the derivative gathers the cotangent. `sequence_dim=None` costs as `matmul_all_reduce`, and
+    `fsdp_axis` as in `column_parallel_linear`.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -142,8 +136,6 @@ def row_parallel_linear(
       ...     mesh=mesh, in_specs=(P(None, None, "tp"), P("tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 24)), jnp.ones((24, 4)))[0, 0]
       Array([24., 24., 24., 24.], dtype=float32)
-
-    Source: as `column_parallel_linear`.
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
@@ -167,7 +159,7 @@ def gated_mlp(
     preferred_element_type: DTypeLike | None = None,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down`, hidden columns sharded.
+    """Computes `(activation(x @ w_gate) * (x @ w_up)) @ w_down` with sharded hidden features.
 
     Args:
       x: as in `column_parallel_linear`.
@@ -176,15 +168,15 @@ def gated_mlp(
       w_down: local `[h/n, m]`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       activation: elementwise, or a `GatedActivation`.
-      biases: an array or None each for gate, up, down, as in the linear layers.
+      biases: a tuple for gate, up and down; each an array as in the linear layers, or None.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: as in `column_parallel_linear`; or a pair, for gate and up and for down.
+      fsdp_dim: as in `column_parallel_linear`, or a pair: one for gate and up, one for down.
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard the hidden dimension, all weights and biases need one order of axes, such as
-    `P(None, ("fsdp", "tp"))` with `P(("fsdp", "tp"))`.
+    If both axes shard h, all weights and biases need one order of axes, as in
+    `column_parallel_linear`.
 
     Returns:
       As `row_parallel_linear`.
@@ -193,11 +185,12 @@ def gated_mlp(
       TypeError, ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: three matmuls, one gather of x, one reduce-scatter of the result. With `mode="auto"` and
-    asynchronous collectives, rows may run in two or four chunks: one chunk's transfers overlap with
-    another's matmuls, but each reads all weights. The derivative computes six matmuls, gathers x
-    and the cotangent, and reduce-scatters x's gradient. Residuals are x, the two products and the
-    hidden activations. Naive passes save the gathered x instead of gathering again. The two
-    products have the name "gated_mlp" for `jax.checkpoint` policies.
+    asynchronous collectives, rows may run in two or four chunks, so that one chunk's transfers
+    overlap with another's matmuls. Every chunk reads all weights. The derivative computes six
+    matmuls, gathers x and the cotangent, and reduce-scatters x's gradient. Residuals are x
+    (gathered, if `keep_gathered` of the `Axis` says so), the hidden activations, and the two
+    products `x @ w_gate` and `x @ w_up`. These two have the name "gated_mlp" for `jax.checkpoint`
+    policies.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -208,7 +201,7 @@ def gated_mlp(
       >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
       (2, 16, 4)
 
-    Source: Shazeer, "GLU variants improve transformer" (2020); as `column_parallel_linear`.
+    Source: Shazeer, "GLU variants improve transformer" (2020).
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)

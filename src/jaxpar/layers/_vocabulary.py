@@ -40,25 +40,23 @@ def vocab_parallel_embedding(
 
     Args:
       tokens: local integers `[..., s]`, replicated over `axis`.
-      table: local `[v/n, d]`, rows in logical order. Padding rows at the end have zero gradients
-        and are never read.
+      table: local `[v/n, d]`, rows in logical order. The last rows may be padding that no token
+        names.
       axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
       sequence_dim: as in `row_parallel_linear`.
 
     Returns:
       Local `[..., s/n, d]`, varying over `axis`. With `sequence_dim=None`, `[..., s, d]`, typed as
-      replicated under `check_vma=True`. Tokens outside `[0, v)`, such as -1, give zeros and no
-      gradient.
+      replicated under `check_vma=True`. Tokens outside `[0, v)` give zeros and no gradient.
 
     Raises:
-      TypeError: tokens or `sequence_dim` are no integers, or the table is boolean.
-      ValueError: the table has another rank or is typed as replicated over `axis`; tokens vary over
-        it; it is unknown or does not divide the sequence; a layout pads between rows, as `Split`
-        does.
+      ValueError: the table has another rank, is typed as replicated over `axis`, or comes from a
+        layout with padding between rows (`Split`); tokens vary over `axis`; the size of `axis` does
+        not divide the sequence.
 
-    Cost: a reduce-scatter of the result, or an all-reduce, which sends twice as much; exact in any
-    dtype, as only one term is not zero. The derivative all-gathers a scattered cotangent, and adds
-    in float32 or wider.
+    Cost: a reduce-scatter of the result, or an all-reduce with `sequence_dim=None`. The sum is
+    exact in any dtype, since only one device has a nonzero row. The derivative all-gathers a
+    scattered cotangent, and adds in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -67,8 +65,6 @@ def vocab_parallel_embedding(
       ...     mesh=mesh, in_specs=(P(), P("tp")), out_specs=P("tp")))
       >>> embed(jnp.array([2, 15, -1, 0, 7, 7, 3, 1]), jnp.arange(16.0)[:, None]).ravel()
       Array([ 2., 15.,  0.,  0.,  7.,  7.,  3.,  1.], dtype=float32)
-
-    Source: as `copy_region`.
     """
     ring = bind(axis)
     tokens, table = as_integers("tokens", tokens), as_array("table", table, "sum")
@@ -160,16 +156,15 @@ def vocab_parallel_cross_entropy(
     ignore_label: Integer = -1,
     precision: PrecisionLike = None,
 ) -> Array:
-    """Computes tokens' cross-entropy of logits `x @ w + bias`, without full logits.
+    """Computes tokens' cross-entropy of logits `x @ w + bias`, without holding all logits at once.
 
     Args:
       x: local `[..., s/n, d]`, or replicated `[..., s, d]` with `sequence_dim=None`.
       w: local `[d, v/n]`, columns in logical order; `table.T` for tied embeddings. Under
-        `check_vma=False` give `vocabulary` too: otherwise a w replicated by mistake makes losses
-        too large by log(n).
+        `check_vma=False` give `vocabulary` too, or a w replicated by mistake goes unnoticed.
       labels: local integers, shaped like `x` without its last dimension, sharded like it.
-      axis: mesh axes, or an `Axis` with a mode as in `all_gather`, where `"auto"` is `"naive"`. Its
-        `wire_dtype` is for x's gradient. None: x's dtype.
+      axis: mesh axes, or an `Axis` with a mode and `wire_dtype` as in `all_gather`; `"auto"` is
+        naive.
       bias: local floats `[v/n]`, or None.
       softcap: a bound c: logits become `c tanh((x @ w + bias) / c)`. None: no bound.
       vocabulary: the number of tokens if w is padded, such as `layout["embedding"].shape[0]`. Later
@@ -188,15 +183,14 @@ def vocab_parallel_cross_entropy(
       outside `[0, vocabulary)` gives NaN in losses and gradients.
 
     Raises:
-      TypeError: dtypes differ or are no floats, labels are no integers, or an option has the wrong
-        type.
-      ValueError: shapes do not fit, an option is out of range, or the axis is unknown. w, a bias,
-        or sharded x or labels are typed as replicated over `axis`, labels vary over it with
-        `sequence_dim=None`, or w has the full `vocabulary`. A layout pads tables of this size and
-        `vocabulary` is missing, or pads between rows, as `Split` does.
+      TypeError: dtypes differ or are no floats.
+      ValueError: shapes do not fit; an option is out of range; w, a bias, or sharded x or labels
+        are typed as replicated over `axis`; labels vary over it with `sequence_dim=None`; w has the
+        full `vocabulary`; w comes from a padded layout and `vocabulary` is missing, or from one
+        with padding between rows (`Split`).
 
     Cost: a matmul of all tokens with `w`, three in the derivative. Devices all-reduce three float32
-    a token. Each sends (n-1)/n of x forward, again backward, and of its gradient; with
+    numbers for each token. Each sends (n-1)/n of x in each pass, and of its gradient; with
     `sequence_dim=None`, x's gradient is all-reduced instead. Residuals are the operands, all labels
     and two numbers a token.
 
@@ -209,8 +203,8 @@ def vocab_parallel_cross_entropy(
       >>> np.asarray(found).round(3)[:3]
       array([2.303, 2.303, 0.   ], dtype=float32)
 
-    Source: as `copy_region`; Wijmans et al., "Cut your losses" (2024), for chunks; Gemma 2 (2024)
-    for the bound.
+    Source: Shoeybi et al., "Megatron-LM" (2019); Wijmans et al., "Cut your losses" (2024), for
+    chunks; Gemma 2 (2024) for the bound.
     """
     ring = bind(axis)
     x, w, labels = as_array("x", x), as_array("w", w), as_integers("labels", labels)

@@ -1,7 +1,4 @@
-"""The capacity of experts, the tokens that they keep, and the sizes of buffers.
-
-Capacity is the most tokens of one device that an expert keeps.
-"""
+"""The capacity of experts, the tokens that they keep, and the sizes of buffers."""
 
 from __future__ import annotations
 
@@ -35,25 +32,20 @@ def expert_capacity(
     """Computes an expert's capacity: its even share of choices times `factor`, rounded up.
 
     Args:
-      tokens: this device's.
+      tokens: the number of this device's tokens.
       top_k: experts per token.
-      experts: all experts.
-      factor: at least 0, as written: 1.1 means 11/10.
+      experts: the number of all experts.
+      factor: at least 0. A float means its shortest decimal: 1.1 is 11/10.
 
     Returns:
       `ceil(factor * tokens * top_k / experts)`, exactly.
 
     Raises:
-      TypeError: a wrong type.
-      ValueError: a negative number, a factor that is not finite, no experts.
-
-    Cost: none.
+      ValueError: a number is negative, `factor` is not finite, or there are no experts.
 
     Example:
       >>> expert_capacity(100, 2, 8, 1.1)
       28
-      >>> expert_capacity(100, 1, 10, 1.1)  # although 1.1 * 100 / 10 is more than 11 in floats
-      11
 
     Source: Lepikhin et al., "GShard" (2020).
     """
@@ -78,24 +70,21 @@ def as_factor(argument: str, given: Any, finite: str) -> Fraction:
 def limit_capacity(
     routing: RoutingLike, capacity: Integer, *, policy: Policy = "probability"
 ) -> Routing:
-    """Drops this device's choices beyond each expert's capacity.
+    """Drops choices (pairs of token and expert) of this device beyond each expert's capacity.
 
     Args:
-      routing: local choices `[t, k]`. Choices dropped before take no room.
+      routing: a `Routing` of local tokens. Choices dropped before take no room.
       capacity: the most tokens that an expert keeps, static; see `expert_capacity`.
       policy: `"probability"` keeps the largest weights, NaN first, and the earlier of equal ones.
         `"position"` keeps the earliest tokens.
 
     Returns:
-      `routing` with fewer `kept`. Weights stay the same.
+      `routing` with fewer `kept`.
 
     Raises:
-      TypeError: `capacity` is no integer.
-      ValueError: a negative capacity, an unknown policy.
+      ValueError: `capacity` is negative, or `policy` is unknown.
 
-    Cost: nothing is sent. A capacity of t or more is free. Otherwise t k E operations, and running
-    counts over `[t, E]` by matmuls. `"probability"` makes 16 passes over `[t, E]` for float32,
-    without a sort.
+    Cost: nothing is sent. `"probability"` makes 16 passes over `[t, E]` for float32.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]])), 1)

@@ -1,6 +1,6 @@
 """Copies of rows in another order: the row of each copy, and the places of each row's copies.
 
-So copying rows and summing copies are gathers, each the derivative of the other, instead of slow
+So copying rows and summing copies are gathers, each the derivative of the other, not slow
 scatter-adds. An empty copy belongs to no row.
 """
 

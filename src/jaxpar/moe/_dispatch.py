@@ -48,8 +48,7 @@ class Exchange(ABC):
         Returns the results, and the number of pairs that this device computed.
 
         With two stages, the next chunk arrives during the first, and earlier results return during
-        the second. Unsent tokens pass through the barriers too, or a compiler would send them
-        early.
+        the second. Unsent tokens pass the barriers too, or a compiler would send them early.
         """
         ends = [len(tokens[0]) * i // chunks for i in range(chunks + 1)]
         sizes = [j - i for i, j in pairwise(ends)]

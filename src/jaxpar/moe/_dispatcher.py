@@ -1,4 +1,4 @@
-"""`RaggedDispatcher`, which sends rows to the devices that they name and sums results."""
+"""`RaggedDispatcher`, which sends rows to given devices and sums the returned results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ from jaxpar.moe._trip import Trip, bring_back, send
 )
 @dataclass(frozen=True)
 class RaggedDispatcher:
-    """A plan that dispatches rows to devices that they name, and combines results.
+    """A plan that sends rows to given devices, and sums the returned results.
 
     `from_target_device_ids` makes it, inside `jax.shard_map`. A device receives at most `capacity`
-    rows, sorted by sending device, in each device's order. Rows that do not fit are not sent: the
-    last rows of the last devices.
+    rows, sorted by sending device, in the order in which that device holds them. Rows that do not
+    fit are not sent; these are the last in that order.
 
-    An all-gather tells all devices the sizes; later only rows travel. A plan is a pytree, for any
-    number of dispatches and combines.
+    A plan is a pytree. It may be used any number of times.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -72,21 +71,19 @@ class RaggedDispatcher:
         axis: AxisLike,
         mask: ArrayLike | None = None,
     ) -> RaggedDispatcher:
-        """Computes the plan for rows that name their devices.
+        """Computes the plan that sends rows to their target devices.
 
         Args:
-          target_device_ids: integers, local `[t]` or `[t, k]`: rows' target devices, as
-            `lax.axis_index(axis)` counts. Entries outside of 0 to n-1 send nothing. Devices that a
-            row repeats get it once.
-          axis: mesh axes, in any order, or an `Axis`.
+          target_device_ids: integers, local `[t]` or `[t, k]`, as `lax.axis_index(axis)` counts.
+            Entries outside of 0 to n-1 send nothing. A device named twice for a row gets it once.
+          axis: mesh axes, or an `Axis`.
           mask: bool, shaped like `target_device_ids`; False sends nothing.
 
         Returns:
           The plan, which has no derivative.
 
         Raises:
-          TypeError: ids that are no integers, a mask that is no bool.
-          ValueError: a wrong shape, an unknown axis, a call outside shard_map.
+          ValueError: a shape is wrong.
 
         Cost: an all-gather of n integers, and sorts of `t k` integers.
 
@@ -124,22 +121,22 @@ class RaggedDispatcher:
 
     @property
     def send_sizes(self) -> Array:
-        """Returns how many rows this device has for each: int32[n]."""
+        """Returns how many rows this device has for each, `int32[n]`, whatever the capacity."""
         return self._sizes[self._ring.index()]
 
     @property
     def recv_sizes(self) -> Array:
-        """Returns how many rows each device has for this one: int32[n]."""
+        """Returns how many rows each device has for this one, `int32[n]`, whatever the capacity."""
         return self._sizes[:, self._ring.index()]
 
     @property
     def input_offsets(self) -> Array:
-        """Returns where each device's rows begin in the copies to send: int32[n]."""
+        """Returns where each device's rows begin in the send buffer, `int32[n]`."""
         return _starts(self.send_sizes, 0)
 
     @property
     def output_offsets(self) -> Array:
-        """Returns where this device's rows begin in each device's buffer: int32[n]."""
+        """Returns where this device's rows begin in each receive buffer, `int32[n]`."""
         return _starts(self._sizes, 0)[self._ring.index()]
 
     @property
@@ -158,7 +155,7 @@ class RaggedDispatcher:
           int32[], varying over the axis.
 
         Raises:
-          TypeError, ValueError: `capacity` is no integer, or below 0.
+          ValueError: `capacity` is negative.
 
         Cost: nothing is sent.
 
@@ -183,18 +180,17 @@ class RaggedDispatcher:
           capacity: rows of each receive buffer.
 
         Returns:
-          `(received, valid)`: arrays `[capacity, ...]`, and bool[capacity], True for the first
+          `(received, valid)`: arrays `[capacity, ...]`, and `bool[capacity]`, True for the first
           rows, which arrived. Others hold *anything*, NaN included: mask them by `jnp.where` before
           any arithmetic. Their cotangents are not read.
 
         Raises:
-          TypeError: `capacity` is no integer; an array of keys.
-          ValueError: a capacity below 0; arrays of another number of rows.
+          TypeError: an array is of keys.
+          ValueError: `capacity` is negative, or an array has another number of rows.
 
-        Cost: a row goes once to each of its devices, and its cotangent back. Arrays of at most 1/8
-        of the largest one's bytes join its exchange, or share another if the largest has more than
-        8 MiB. Others have their own. Memory: at most `t min(k, n)` copies to send, and the receive
-        buffer. A single device sends nothing.
+        Cost: a row goes once to each of its devices, and its cotangent back. Small arrays share one
+        exchange; each large one has its own. Memory: a send buffer of at most `t min(k, n)` rows,
+        and the receive buffer.
 
         Example:
           >>> mesh = make_mesh("ep=8")
@@ -227,26 +223,14 @@ class RaggedDispatcher:
 
         Returns:
           `(combined, valid)`: each row's sum over the devices that received it, `[t, ...]`, 0 if
-          none; and bool like the plan's ids, True where a copy fitted. Narrow floats are summed in
-          float32, then cast back.
+          none; and a bool array in the shape of `target_device_ids`, True where the row fitted.
+          Narrow floats are summed in float32, then cast back.
 
         Raises:
-          TypeError: `capacity` is no integer; an array of bools or keys, which have no sum.
-          ValueError: a capacity below 0; arrays that do not have `capacity` rows.
+          TypeError: an array is of bools or keys.
+          ValueError: `capacity` is negative, or an array has another number of rows.
 
         Cost: as `dispatch`.
-
-        Example:
-          >>> mesh = make_mesh("ep=8")
-          >>> def there_and_back(x, to):
-          ...     plan = RaggedDispatcher.from_target_device_ids(to, axis="ep")
-          ...     received, _ = plan.dispatch(x, capacity=8)
-          ...     sums, _ = plan.combine(received, capacity=8)
-          ...     return sums
-          >>> f = jax.shard_map(there_and_back, mesh=mesh, in_specs=(P("ep"), P("ep")),
-          ...     out_specs=P("ep"))
-          >>> jax.jit(f)(jnp.arange(8), jnp.array([[0, 1]] * 7 + [[3, -1]]))
-          Array([ 0,  2,  4,  6,  8, 10, 12,  7], dtype=int32)
         """
         capacity = check_whole("capacity", capacity, 0)
         leaves, treedef = jax.tree.flatten(as_arrays("data", data))

@@ -59,13 +59,13 @@ def apply_experts(
     """Computes the MLP of each row's expert, for rows sorted by expert.
 
     Args:
-      x: `[a, d]`, rows sorted by expert, like `lhs` of `grouped_matmul` by group.
+      x: `[a, d]`, as `lhs` of `grouped_matmul`.
       experts: `Experts`, or a mapping with the same keys; all but biases in `x`'s dtype.
       group_sizes: integers `[e]`, the rows of each expert.
       activation: a function of `[rows, f]`, of each row alone, or a
         `jaxpar.layers.GatedActivation`.
-      weights: factors of the result's rows, floats `[a]`, or None. Without an expert they may be
-        anything.
+      weights: factors of the result's rows, floats `[a]`, or None. Those of rows without an expert
+        may be anything.
       implementation: as in `grouped_matmul`.
       precision: as in `jax.lax.dot_general`.
       preferred_element_type: as in `grouped_matmul`, for all products.
@@ -75,12 +75,10 @@ def apply_experts(
       their gradients and those of their weights.
 
     Raises:
-      TypeError: operands of different dtypes, or bools; biases that `x` cannot hold; unknown keys;
-        a wrong type.
-      ValueError: wrong shapes, a gate_bias without a gate, an unknown implementation.
+      TypeError: dtypes differ or are no floats, or biases are complex for real `x`.
+      ValueError: shapes do not fit, a gate_bias has no gate, or the implementation is unknown.
 
-    Cost: nothing is sent. 4 d f FLOPs for each row with an expert, 6 d f with a gate, in blocks of
-    `grouped_matmul`.
+    Cost: nothing is sent. 4 d f FLOPs for each row with an expert, or 6 d f with a gate.
 
     Example:
       >>> experts = Experts(up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 6, 4)))

@@ -1,8 +1,7 @@
 """Grouped products by loops over blocks of rows.
 
-Group sizes are known only at run time. An outer loop takes one group's weight at a time; inner
-loops take its rows in blocks of static lengths, long ones first. So work follows the rows, not the
-buffer.
+An outer loop takes one group's weight at a time; inner loops take its rows in blocks of static
+lengths, long ones first. So work follows the rows, known only at run time, not the buffer.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Grouped matmuls: rows sorted by group, each multiplied by its group's weight.
 
 Two products are closed under differentiation: rows by weights, and each group's sum of outer
-products. Lowering chooses a ragged dot, for which TPUs have a kernel, or loops over blocks.
+products. Lowering chooses a ragged dot, for which TPUs have a kernel, or blocks.
 """
 
 from __future__ import annotations
@@ -46,33 +46,31 @@ def grouped_matmul(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> Array:
-    """Multiplies rows, sorted by group, by their group's weight.
+    """Multiplies each row by the weight matrix of its group, for rows sorted by group.
 
     Args:
       lhs: `[m, k]`: rows of group 0, then 1, and so on. Rows past the sum of `group_sizes` have no
         group and may hold anything, NaN included.
       rhs: `[g, k, n]`, in the dtype of `lhs`.
-      group_sizes: integers `[g]`, not negative. If they sum to more than `m`, the last groups are
-        cut.
+      group_sizes: integers `[g]`, not negative. If they sum to more than `m`, the last groups lose
+        rows.
       preferred_element_type: the dtype of partial sums and result. None: the operands' dtype, with
-        partial sums of 16-bit or narrower operands in float32 (int32).
-      precision: as in `jax.lax.dot_general`, one for both operands.
-      implementation: "ragged_dot" is `jax.lax.ragged_dot_general`. TPUs have a kernel for it; other
-        platforms multiply every weight by all rows. "blocks" loops over blocks of rows. "auto" is a
-        ragged dot on TPUs, blocks elsewhere.
+        narrow floats summed in float32; 32 bits for narrow integers.
+      precision: as in `jax.lax.dot_general`.
+      implementation: `"ragged_dot"` is `jax.lax.ragged_dot_general`. TPUs have a kernel for it.
+        `"blocks"` loops over blocks of rows. `"auto"` is a ragged dot on TPUs, blocks elsewhere.
 
     Returns:
       `[m, n]`, varying over all mesh axes of the operands. Rows without a group are zero. Their
       gradients, and those of empty groups' weights, are zero whatever the cotangent.
 
     Raises:
-      TypeError: operands of different dtypes, or bools; sizes that are no integers; a preferred
-        dtype that cannot hold the products; a wrong type.
-      ValueError: wrong shapes, an unknown implementation.
+      TypeError: dtypes differ, operands are bool, or a preferred dtype cannot hold the products.
+      ValueError: shapes do not fit, or the implementation is unknown.
 
     Cost: nothing is sent. 2 k n FLOPs for each row with a group, as many for each operand's
-    gradient. Blocks round a group's rows up to a multiple of 16 (on GPUs 256), or in large groups a
-    little more. A ragged dot without a kernel costs 2 m g k n FLOPs, and on GPUs g copies of `lhs`.
+    gradient. Blocks round a group's rows up to a multiple of 16 (on GPUs 256) or a little more. A
+    ragged dot without a kernel costs 2 m g k n FLOPs, and on GPUs the memory of g copies of `lhs`.
 
     Example:
       >>> rows, weights = jnp.ones((6, 4)), jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0)])

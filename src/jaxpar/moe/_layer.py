@@ -74,55 +74,55 @@ def moe_layer(
     precision: PrecisionLike = None,
     implementation: Implementation = "auto",
 ) -> tuple[Array, Statistics]:
-    """Computes the weighted sum of each token's experts, sharded over devices.
+    """Sums the weighted results of each token's experts, which are sharded over devices.
 
     Args:
       tokens: local `[..., d]`, sharded over `axis`.
-      routing: of these tokens to all E experts; for a router matrix see `routed_moe_layer`.
-      experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`. Device 0
-        has the first e = ceil(E / n) experts, and so on; `pad_experts` fills up the last.
-      axis: mesh axes that shard experts, in any order, or an `Axis`. `"all_gather"` uses its mode
-        and `wire_dtype`; `"ragged"` only an 8-bit `wire_dtype`, for dispatched rows.
+      routing: the `Routing` of these tokens to all E experts, as from `route`.
+      experts: local `Experts`, or a mapping with the same keys, in the dtype of `tokens`. Device i
+        has experts i e to (i+1) e - 1, with e = ceil(E / n); `pad_experts` adds those that are
+        missing.
+      axis: mesh axes that shard experts, or an `Axis`. `dispatch="all_gather"` uses its mode and
+        `wire_dtype`; `"ragged"` uses only an 8-bit `wire_dtype`, for dispatched rows.
       dispatch: `"ragged"` sends a token once to each device of its experts, by a ragged all-to-all.
         `"all_gather"` sends all tokens to all devices, and sums results by a reduce-scatter.
-        `"auto"` takes the one predicted to be faster: all-gather if tokens need nearly all devices,
-        or on TPUs with a 2-dimensional torus about 4 or more.
-      chunks: pieces of the tokens. Each is sent while experts compute the one before.
+        `"auto"` takes the one predicted to be faster: `"all_gather"` if a token goes to nearly all
+        devices, or, on TPUs with a 2-dimensional torus, to about 4 or more.
+      chunks: pieces of the tokens. Each is sent while experts compute the previous one.
       capacity: the capacity of `limit_capacity`, if any, for smaller buffers.
-      buffer_factor: receive buffers, in multiples of a balanced load. Choices that do not fit are
-        lost, and counted in `overflow`. None is dropless: buffers hold all devices' tokens, or what
-        `capacity` leaves.
-      shared: every token's experts, as one wide expert without dimension e, such as `up` `[d, f]`;
-        replicated over `axis`.
+      buffer_factor: the size of receive buffers, in multiples of a balanced load. Pairs of token
+        and expert that do not fit are lost, and counted in `Statistics.overflow`. With None nothing
+        is lost: buffers have room for all devices' tokens, or for as many as `capacity` allows.
+      shared: experts that every token uses, given as one wide expert without dimension e, such as
+        `up` `[d, f]`; replicated over `axis`.
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
-      sequence_dim: with `tp_axis`, any integer if it shards tokens, None if it replicates them.
-      fsdp_axis: axes that shard weights further, which are gathered in both passes. An `Axis`'s
-        `gather_dtype` must be the dtype of `tokens`.
+      sequence_dim: with `tp_axis`, None if tokens are replicated over it, any integer if they are
+        sharded. A wrong None raises no error.
+      fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
         experts. Biases are sharded along their last dimension.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`, except for `"auto"` on GPUs and CPUs. There a batched
-        matmul computes each expert's slots, for its average load and three standard deviations, and
-        blocks the rows beyond.
+      implementation: as in `grouped_matmul`. On GPUs and CPUs, `"auto"` computes `m + 3 sqrt(m)`
+        slots of each expert by a batched matmul, with m its average load, and further rows by
+        `"blocks"`.
 
     Returns:
-      Results like `tokens`, and `Statistics` over `axis` and `data_axis`. Lost choices add nothing.
-      Tokens that `routing.mask` leaves out, and their cotangents, may hold NaN. They reach no
-      expert, not even shared ones; their results are 0.
+      Results like `tokens`, and `Statistics` over all axes that shard tokens. Tokens that
+      `routing.mask` leaves out, and their cotangents, may hold NaN. They reach no expert, not even
+      shared ones; their results are 0.
 
     Raises:
-      TypeError: experts of another dtype, no `Routing`, a wrong type.
-      ValueError: wrong shapes or numbers of experts, tokens or experts typed as replicated over
-        `axis`, an unknown option or axis, an option out of range, a call outside shard_map.
+      TypeError: experts have another dtype than tokens, or `routing` is no `Routing`.
+      ValueError: shapes or numbers of experts do not fit, tokens or experts are typed as replicated
+        over an axis that shards them, or an option is unknown or out of range.
 
-    Cost: `"ragged"` sends a token's row, k integers and k weights to each of its devices, and a row
-    returns. `"all_gather"` sends (n-1) t rows in each direction. A pair of token and expert takes
-    matmuls of 2 d f FLOPs each. Empty slots cost as much: an expert with m rows on average has
-    `m + 3 sqrt(m)` slots, rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
-    much, computes twice as much, and projects rows beyond slots again. Each chunk adds its
-    gradients of weights.
+    Cost: `"ragged"` sends a token's row, k integers and k weights (for k experts a token) to each
+    of its devices, and a row returns. `"all_gather"` sends (n-1) t rows in each direction, for t
+    local tokens. A pair of token and expert takes matmuls of 2 d f FLOPs each. Empty slots cost as
+    much. An expert's slots are rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
+    much and computes twice as much.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -135,8 +135,8 @@ def moe_layer(
       >>> y.shape, int(statistics.tokens_per_expert.sum()), int(statistics.dropped)
       ((64, 4), 128, 0)
 
-    Source: Shazeer et al., "Outrageously large neural networks" (2017); Lepikhin et al., "GShard"
-    (2020), for capacities; Gale et al., "MegaBlocks" (2022), for dropless experts.
+    Source: Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks"
+    (2022), for dropless experts.
     """
     axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
     tokens, routed = as_array("tokens", tokens), expert_arrays(experts)
@@ -259,7 +259,7 @@ def routed_moe_layer(
       router_bias: the `bias` of `route`.
       mask: bool `[...]`, False for tokens that reach no expert and no statistics, and may hold NaN.
       capacity_factor: an expert takes at most `expert_capacity(t, top_k, E, capacity_factor)` of a
-        device's t tokens; others lose its share. None drops nothing.
+        device's t tokens; the others go without this expert. None drops nothing.
       capacity_policy: the `policy` of `limit_capacity`.
       **options: other options of `moe_layer`.
 
@@ -267,8 +267,8 @@ def routed_moe_layer(
       As `moe_layer`. Logits are computed in float32 at least.
 
     Raises:
-      TypeError: as in `route`, `limit_capacity` and `moe_layer`.
-      ValueError: the same; a router that does not fit the tokens.
+      ValueError: `router` does not fit the tokens, or as in `route`, `limit_capacity` and
+        `moe_layer`.
 
     Cost: of `route`, `limit_capacity` and `moe_layer`, and a matmul of 2 t d E FLOPs.
 

@@ -29,10 +29,10 @@ from jaxpar.moe._grouped import (
 
 @readable
 class Experts(NamedTuple):
-    """The weights of `e` experts: `down(activation(gate x) * up x)`.
+    """The weights of `e` experts, each `(activation(x @ gate) * (x @ up)) @ down`.
 
-    Without a gate: `down(activation(up x))`. With a `jaxpar.layers.GatedActivation`:
-    `down(function(gate x, up x))`.
+    Without a gate: `activation(x @ up) @ down`. With a `jaxpar.layers.GatedActivation`:
+    `function(x @ gate, x @ up) @ down`.
 
     Attributes:
       up: `[e, d, f]`.
@@ -66,15 +66,13 @@ def as_experts(given: ExpertsLike) -> Experts:
     """Returns `Experts` from a mapping with the same keys.
 
     Args:
-      given: a mapping, or `Experts`.
+      given: a mapping, or `Experts`, which are returned as they are.
 
     Returns:
-      `Experts`, unchanged if given.
+      `Experts`.
 
     Raises:
-      TypeError: unknown or missing keys, no mapping.
-
-    Cost: none.
+      TypeError: a key is unknown or missing.
 
     Example:
       >>> as_experts({"up": jnp.ones((8, 4, 6)), "down": jnp.ones((8, 6, 4))}).up.shape
@@ -182,7 +180,7 @@ class Mlp:
     ) -> tuple[Num[Array, "rows f"], Projected]:
         """Returns weighted hidden rows, and the two projections.
 
-        Weights are part of other arithmetic here. On the results they would take another pass.
+        Weighing results instead would take another pass.
         """
         up = on.clear(self.project(on, x, experts.up, experts.up_bias, self.dtype))
         gate = None

@@ -1,7 +1,4 @@
-"""Routing: each token's experts and their weights, and a bias that evens out loads.
-
-A router gives each token a logit for every expert.
-"""
+"""Routing: each token's experts and their weights, and a bias that evens out loads."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 class Routing(NamedTuple):
     """Each token's `top_k` experts, as from `route`.
 
-    Other routers can make one. A token's experts must be distinct, or -1 for none.
+    Your own router may make a `Routing`. A token's experts must be distinct, or -1 for none.
 
     Attributes:
       experts: int32 `[t, k]`, -1 for none. `route` puts the best first.
       weights: float32 (or float64) `[t, k]`, factors of the experts' results.
       kept: bool `[t, k]`, False for masked and dropped choices.
       scores: `[t, E]`, softmax or sigmoid of the logits, without bias, in the weights' dtype.
-      logits: `[t, E]`, in that dtype.
+      logits: `[t, E]`, in the weights' dtype.
       mask: as in `route`.
 
     Example:
@@ -87,19 +84,18 @@ def route(
     Args:
       logits: local floats `[t, E]`, for all experts.
       top_k: experts per token.
-      scoring: experts' scores; those chosen are weights. `"softmax"`: over all experts.
-        `"selected_softmax"`: the same, but weights are the softmax over chosen logits. `"sigmoid"`:
-        of each logit.
+      scoring: how logits become scores. The scores of chosen experts are the weights. `"softmax"`:
+        the softmax over all experts. `"selected_softmax"`: the same, but weights are the softmax
+        over chosen logits. `"sigmoid"`: the sigmoid of each logit.
       bias: `[E]`, added to scores (for `"selected_softmax"` to logits) for the choice, not to
         weights; see `update_router_bias`. Not differentiated.
-      groups: groups of neighbouring experts.
-      top_groups: only this many best groups are chosen from. A group counts as its best expert, or
-        with a bias as the sum of its two best.
-      normalize: divide each token's weights by their sum. With `top_k=1` the router's only gradient
-        is then from its own losses, as with `"selected_softmax"`.
-      scale: multiplies the weights, after that.
-      mask: bool `[t]`, False for padding tokens. Their logits may be anything; they are sent
-        nowhere, without statistics or gradients.
+      groups: the number of groups of neighbouring experts.
+      top_groups: experts are chosen only from this many best groups. A group's score is that of its
+        best expert, with a bias the sum of its two best.
+      normalize: whether to divide each token's weights by their sum. With `top_k=1`, weights are
+        then constant, as with `"selected_softmax"`, so that only router losses train the router.
+      scale: a factor of the weights, after `normalize`.
+      mask: bool `[t]`, False for padding tokens, whose logits may be anything.
 
     Returns:
       A `Routing`, in float32 for 16-bit logits. Of equally good experts the lower index is chosen.
@@ -107,12 +103,10 @@ def route(
       weights 0.
 
     Raises:
-      TypeError: logits or a bias that are no floats, a mask that is no bool, a wrong type.
-      ValueError: wrong shapes, too many experts to choose, groups that do not divide them, an
-        unknown scoring.
+      ValueError: shapes do not fit, there are too few experts to choose from, `groups` does not
+        divide them or has no `top_groups`, or `scoring` is unknown.
 
-    Cost: nothing is sent. Each row is sorted for the `top_k` largest; t k E comparisons replace a
-    gather and its scatter-add.
+    Cost: nothing is sent.
 
     Example:
       >>> routing = route(jnp.array([[0.0, 4.0, 2.0, 4.0]]), 3, scoring="selected_softmax")
@@ -246,12 +240,12 @@ def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
 def update_router_bias(
     bias: Values, tokens_per_expert: Values, rate: Number | Array = 1e-3
 ) -> Array:
-    """Moves biases up for fewer tokens than the mean, and down for more.
+    """Raises biases of experts with fewer tokens than the mean, and lowers those with more.
 
-    This balances loads without a loss, after each training step.
+    Call it after each training step. It balances loads without a loss.
 
     Args:
-      bias: the bias of `route`, floats `[E]`. Float32 keeps small steps.
+      bias: the bias of `route`, floats `[E]`. Use float32, so that small steps are not lost.
       tokens_per_expert: integers `[E]`, as in `Statistics`, over all devices and microbatches.
       rate: the step, a number or a scalar array.
 
@@ -259,10 +253,9 @@ def update_router_bias(
       `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias.
 
     Raises:
-      TypeError: a bias that is no float, tokens that are no integers.
-      ValueError: different shapes.
+      ValueError: shapes differ.
 
-    Cost: E operations; nothing is sent.
+    Cost: nothing is sent.
 
     Example:
       >>> update_router_bias(jnp.zeros(4), jnp.array([5, 1, 3, 3]), 0.5)

@@ -287,10 +287,7 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       `Experts`, unchanged if `shards` divides their number.
 
     Raises:
-      TypeError: unknown keys, `shards` that is no integer.
-      ValueError: shapes that do not fit, `shards` below 1.
-
-    Cost: a copy, if padded.
+      ValueError: shapes do not fit, or `shards` is below 1.
 
     Example:
       >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))

@@ -1,7 +1,7 @@
 """Experts in slots: a fixed number of each expert's rows at once, and the rest in blocks.
 
 A slot holds one row for one expert. GPUs and CPUs have no kernel for groups of any size: there, one
-batched matmul over all slots beats loops over blocks. Empty slots are wasted, so they are few.
+batched matmul over all slots beats loops.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Statistics(NamedTuple):
       tokens_per_expert: int32 `[E]`, tokens routed to each expert, dropped ones included.
       dropped: int32, choices that `limit_capacity` dropped.
       overflow: int32, rows or choices that did not fit into receive buffers.
-      entropy: mean over tokens of the entropy of scores divided by their sum; 0 to log(E).
-      largest_load: tokens of the busiest expert over the mean; 1 at balance.
+      entropy: mean over tokens of the entropy of their normalized scores; 0 to log(E).
+      largest_load: the busiest expert's tokens, divided by the mean; 1 at balance.
       load_balance_loss: see `load_balance_loss`.
       router_z_loss: see `router_z_loss`.
 
@@ -57,21 +57,18 @@ def routing_statistics(
     """Computes a routing's statistics and losses over all devices.
 
     Args:
-      routing: of this device's tokens.
-      axis: all axes that shard tokens, in any order, or an `Axis`. Empty: only this device's tokens
-        count.
+      routing: the `Routing` of this device's tokens.
+      axis: all axes that shard tokens, or an `Axis`. Empty: only this device's tokens count.
       mask: bool `[t]`, False for tokens that do not count, besides those that `route` masked.
       overflow: a scalar integer, rows that this device could not receive.
 
     Returns:
       `Statistics`, replicated over `axis`; all 0 if no token counts. Entropy and losses are
-      differentiable in scores and logits. Inside `layers.mean_value_and_grad`, add a loss times the
-      device's `weight` to `loss_sum`.
+      differentiable in scores and logits. For `layers.mean_value_and_grad`, which divides by the
+      weight, add a loss times the device's `weight` to `loss_sum`.
 
     Raises:
-      TypeError: a mask that is no bool, an axis that is no text.
-      ValueError: a routing typed as replicated over `axis`, a wrong shape, an overflow that is no
-        scalar integer, an unknown axis, a call outside shard_map.
+      ValueError: `routing` is typed as replicated over `axis`, or a shape is wrong.
 
     Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. The derivative sends nothing,
     or with `check_vma=False` the floats again.
@@ -82,8 +79,6 @@ def routing_statistics(
       ...     mesh=mesh, in_specs=P("ep"), out_specs=P()))
       >>> f(jnp.tile(jnp.array([3.0, 2.0, 1.0, 0.0]), (16, 1))).tokens_per_expert
       Array([16, 16,  0,  0], dtype=int32)
-
-    Source: Fedus et al., "Switch transformers" (2021); Zoph et al., "ST-MoE" (2022).
     """
     routing = as_routing(routing)
     ring = bind_any(axis)
@@ -129,11 +124,11 @@ def statistics_of(
 def load_balance_loss(
     routing: RoutingLike, axis: AxisLike = (), *, mask: Values | None = None
 ) -> Array:
-    """Computes a loss that is smallest at equal loads.
+    """Computes the load-balancing loss: 1 at balance, at most E.
 
     It is `E * sum_e share_e * score_e`, over all devices. `share_e` is expert e's share of all
-    choices, dropped ones included, and `score_e` the mean over tokens of its score divided by the
-    token's sum of scores. The mean of the devices' own losses would differ.
+    choices, dropped ones included. `score_e` is the mean over tokens of its normalized score (a
+    token's scores sum to 1). It is not the average of single devices' losses.
 
     Args:
       routing: as in `routing_statistics`.
@@ -141,12 +136,11 @@ def load_balance_loss(
       mask: as in `routing_statistics`.
 
     Returns:
-      A scalar in the dtype of scores, replicated over `axis`: 1 at balance, at most E. Shares are
-      not differentiated. Without tokens that count, the loss and its gradients are 0.
+      A scalar in the dtype of scores, replicated over `axis`. Shares are not differentiated.
+      Without tokens that count, the loss and its gradients are 0.
 
     Raises:
-      TypeError: as in `routing_statistics`.
-      ValueError: a wrong shape, an unknown axis, a call outside shard_map.
+      ValueError: a shape is wrong.
 
     Cost: psums of E + 1 integers and E floats. The derivative costs as in `routing_statistics`.
 
@@ -182,7 +176,7 @@ def router_z_loss(
       and its gradients are 0.
 
     Raises:
-      TypeError, ValueError: as in `load_balance_loss`.
+      ValueError: as in `load_balance_loss`.
 
     Cost: psums of two scalars. The derivative sends nothing, or with `check_vma=False` one scalar.
 

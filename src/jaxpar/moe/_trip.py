@@ -1,8 +1,7 @@
 """Rows sent to other devices, and results sent back and summed: each the other's derivative.
 
-A carrier is an exchanged array with the rows of several leaves, to save exchanges. Small leaves
-join the largest one's carrier as unsigned integers, which preserve bits of NaN, or share another if
-it is very large.
+A carrier is an exchanged array with the rows of several leaves. Small leaves join the largest one's
+carrier as unsigned integers, which preserve bits of NaN, or share another if it is very large.
 """
 
 from collections.abc import Callable, Sequence
