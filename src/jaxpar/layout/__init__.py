@@ -1,4 +1,4 @@
-"""Layouts of models: rules by path, and what follows from them on a mesh."""
+"""Layouts of models on meshes."""
 
 from typing import TYPE_CHECKING
 

@@ -23,7 +23,6 @@ class Alike:
         self._values[path] = value
 
     def pattern(self, path: str) -> str:
-        """Returns a pattern of paths alike in value."""
         value = self._values[path]
         if value not in self._free:
             self._free[value] = self._free_of(value)

@@ -27,13 +27,13 @@ class ArrayLayout:
     """The layout of one array.
 
     Attributes:
-      path: in the pytree, with slashes.
-      shape: without padding.
-      dtype: of entries.
+      path: the path in the pytree.
+      shape: the global shape without padding.
+      dtype: the array's dtype.
       rule: the matching rule's key, or None.
-      spec: of the padded array, as long as the rule.
-      blocks: each dimension's blocks on its axes' devices.
-      mesh: of the layout.
+      spec: the padded array's spec, with as many entries as the rule.
+      blocks: for each dimension, its `size`, a device's padded `block`, and the number of `parts`.
+      mesh: the layout's mesh.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))
@@ -107,7 +107,7 @@ class ArrayLayout:
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """Returns the axes that replicate the array, and over which to sum its gradient."""
+        """Returns the axes that replicate the array. Its gradient is summed over them."""
         return tuple(n for n in self.mesh.axis_names if not any(n in axes for axes in self.axes))
 
     def picture(self) -> str:
@@ -138,7 +138,7 @@ class ArrayLayout:
         return size_of(self.mesh, self.axes[dim])
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Adds the zeros that the mesh needs; for keys, keys of zero words."""
+        """Pads with zeros to `padded_shape`; `jax.random` keys with keys of zero bits."""
         return self._changed(PaddedDim.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
@@ -171,11 +171,7 @@ class ArrayLayout:
         return array
 
     def words(self, dtype: Any = None) -> ArrayLayout:
-        """Returns the layout of the words (`to_words`), which are the last dimension.
-
-        Args:
-          dtype: of the array. None: the layout's.
-        """
+        # Of `to_words`, which may have one dimension more.
         one = words_of(self.dtype if dtype is None else dtype)
         whole = tuple(PaddedDim.evenly(size, 1) for size in one.shape)
         shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
@@ -186,7 +182,6 @@ class ArrayLayout:
 def axes_by_dim(
     spec: PartitionSpec | tuple[Any, ...], rank: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each entry's axes, padded with ()."""
     given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*given, *[()] * (rank - len(given)))
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def pad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
-    """Pads arrays. With `dtypes`, dtypes must fit too."""
     return _changed(layout, params, True, dtypes)
 
 
@@ -56,7 +55,6 @@ def gather(layout: Layout, params: Any) -> Any:
 
 
 def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
-    """Pads or unpads, on devices in one program."""
     there: dict[str, Array] = {}
 
     def shape_given(array: ArrayLayout) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Batches: each process passes its rows, and filled rows have weight 0."""
+"""Batches: each process passes its rows."""
 
 from __future__ import annotations
 

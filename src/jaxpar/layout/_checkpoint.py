@@ -207,7 +207,6 @@ def _orbax() -> Any:
 
 
 def _writer(ocp: Any) -> Any:
-    """Writes arrays without their mesh."""
     arrays = ocp.type_handlers.ArrayHandler(enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

@@ -1,4 +1,4 @@
-"""Fits rules to a pytree's arrays and a mesh, and collects all problems."""
+"""Fits rules to arrays and a mesh."""
 
 from __future__ import annotations
 
@@ -286,7 +286,6 @@ def _unused_axes(
 
 
 def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
-    """Returns problems of rules for data and results."""
     others = {} if rules.batch is None else {"batch": rules.batch}
     if rules.results is not None:
         others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}

@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 class Layout(Mapping[str, ArrayLayout]):
     """A mapping from paths to `ArrayLayout`, for a pytree on a mesh, from `LayoutMap.layout`.
 
-    Pytree properties have the parameters' structure, None for leaves that are no arrays. Methods
-    that take and return parameters keep such leaves; others return the layout's.
+    Pytree properties have None for leaves that are no arrays. Methods that take parameters keep
+    such leaves. `init`, `restore` and `read_safetensors` return those of the layout's parameters.
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
       >>> params = {"up": jnp.ones((4, 8)), "down": jnp.ones((6, 4))}
-      >>> mesh = make_mesh("tp=8")
-      >>> layout = rules.layout(params, mesh)
+      >>> layout = rules.layout(params, make_mesh("tp=8"))
       >>> layout["down"].local_shape
       (1, 4)
       >>> layout.place(params)["down"].shape
@@ -127,7 +126,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @cached_property
     def logical_shardings(self) -> Any:
-        """Returns shardings without padding: padded dimensions are not sharded."""
+        """Returns shardings of unpadded arrays: dimensions that need padding are not sharded."""
         return self.tree_of(lambda array: array.logical_sharding)
 
     @cached_property
@@ -139,15 +138,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @cached_property
     def gradient_axes(self) -> Any:
-        """Returns the axes to sum each gradient over: those that do not shard it."""
+        """Returns the axes over which to sum each gradient: those that do not shard it."""
         return self.tree_of(lambda array: array.gradient_axes)
 
     @public
     def under(self, path: str) -> Layout:
-        """Returns the layout of a part of the pytree, with paths from there.
+        """Returns the layout of the subtree at `path`, with paths relative to it.
 
         Raises:
-          KeyError: no part has this path, or several (keys may contain slashes).
+          KeyError: no part has this path, or several have it (keys may contain slashes).
 
         Example:
           >>> params = {"layers": {"w": jnp.ones((3, 8))}, "scale": jnp.ones(8)}
@@ -166,18 +165,18 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def fsdp_dims(self, axis: AxisLike = "fsdp", *, stacked: int = 0) -> Any:
-        """Returns each array's dimension that `axis` shards: `dim` of `fsdp_scan`.
+        """Returns each array's dimension that `axis` shards, as the `dim` argument of `fsdp_scan`.
 
         Args:
           axis: mesh axes.
-          stacked: uncounted leading dimensions: 1 for stacked layers.
+          stacked: leading dimensions that do not count: 1 for stacked layers.
 
         Returns:
-          A pytree like the parameters. None: not sharded over `axis`.
+          A pytree like the parameters, with None for arrays not sharded over `axis`.
 
         Raises:
           ValueError: an axis that the mesh lacks, or that shards a stacked dimension; axes that are
-            not a dimension's last.
+            not the last ones of one dimension.
         """
         names, stacked = axes_in(self._mesh, axis), check_whole("stacked", stacked, 0)
 
@@ -202,7 +201,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def pad(self, params: Any) -> Any:
-        """Adds the zeros that this mesh needs, also inside `jax.jit`.
+        """Pads arrays with zeros to the layout's shapes, also inside `jax.jit`.
 
         Args:
           params: arrays without padding, of any dtype.
@@ -225,15 +224,15 @@ class Layout(Mapping[str, ArrayLayout]):
         """Pads arrays and puts them on the devices.
 
         Args:
-          params: arrays without padding. Every process passes all, and uploads its devices' blocks.
-            64-bit numbers become 32-bit unless `jax_enable_x64` is set.
+          params: arrays without padding. Every process passes all arrays in full, and uploads its
+            devices' blocks. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Returns:
           Global arrays with the layout's shardings.
 
         Raises:
           LayoutError: arrays of other paths, shapes or dtypes.
-          TypeError: shapes instead of arrays; a layout of an `AbstractMesh`.
+          TypeError: a layout of an `AbstractMesh`.
           ValueError: 64-bit integers that do not fit into 32 bits.
         """
         self._need_devices()
@@ -254,14 +253,9 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           function: returns arrays without padding, structured like the parameters.
-          args: its arguments.
-          kwargs: its keyword arguments.
 
         Returns:
           As `place`. No device or host holds a full sharded array, except along padded dimensions.
-
-        Raises:
-          LayoutError: as in `place`.
 
         Example:
           >>> def init(key):
@@ -295,9 +289,6 @@ class Layout(Mapping[str, ArrayLayout]):
           x: a global array, under `jax.jit`.
           path: matched by one rule of `results`.
 
-        Returns:
-          x with a sharding constraint.
-
         Raises:
           LayoutError: no rule or several match, or the rule does not fit.
           ValueError: a map without `results`, or a rule that would pad x.
@@ -325,14 +316,11 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def place_batch(self, batch: Any) -> Any:
-        """Puts this process's data on its devices by the map's `batch`.
+        """Returns global arrays of this process's data, sharded by the map's `batch`.
 
         Args:
           batch: a pytree of host arrays with this process's rows (`batch_part`). Arrays of lower
-            rank use `batch`'s first entries.
-
-        Returns:
-          Global arrays.
+            rank use the first entries of `batch`'s rule.
 
         Raises:
           LayoutError: sizes that the mesh axes do not divide (see `batches`).
@@ -373,17 +361,17 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           source: pytrees of host arrays with at most `rows` of this process's rows.
-          rows: rows of this process's batches. None: as in its first.
+          rows: rows in each of this process's batches. None: as many as in the first.
 
         Yields:
-          `(batch, weights)`, global arrays. Weights are float32. The mean over all rows is
-          `sum(weights * loss) / sum(weights)`. All processes yield equally often, weights of 0
-          after their data's end.
+          `(batch, weights)`, global arrays; float32 weights. The mean over all rows is
+          `sum(weights * loss) / sum(weights)`. All processes yield equally many batches; those
+          whose data ended yield weights of 0.
 
         Raises:
           LayoutError: rows that the mesh axes do not divide.
-          ValueError: a map without `batch`; no first batch; too many rows, or different numbers in
-            one batch.
+          ValueError: a map without `batch`; no first batch, or an empty one; too many rows, or
+            different numbers in one batch.
 
         Example:
           >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
@@ -400,17 +388,14 @@ class Layout(Mapping[str, ArrayLayout]):
     def like(self, tree: Any, rules: LayoutMap | None = None) -> Layout:
         """Returns the layout of a pytree like the parameters, such as optimizer states.
 
-        An array is sharded like a parameter if its path ends in the parameter's. It must have that
-        shape (padded or not), or lack one dimension, as factored moments. If either of two equal
-        dimensions may be missing, neither is sharded. Arrays of one entry are replicated.
+        An array is sharded like a parameter if its path ends in the parameter's. Its shape must be
+        the parameter's (padded or not), or lack one dimension, as for factored moments. If it is
+        unclear which of two equal dimensions is missing, neither is sharded. Arrays of one entry
+        are replicated.
 
         Args:
-          tree: arrays or shapes, such as `jax.eval_shape(optimizer.init, layout.shapes)`.
-          rules: for paths in `tree`, overriding the parameters'. For ZeRO-1 they shard moments over
-            the data axis.
-
-        Returns:
-          A `Layout` of the tree, with the parameters' padding.
+          tree: such as `jax.eval_shape(optimizer.init, layout.shapes)`.
+          rules: overrides for paths in `tree`. For ZeRO-1 they shard moments over the data axis.
 
         Raises:
           LayoutError: an array like no parameter, without a rule; a rule that matches no array or
@@ -438,25 +423,23 @@ class Layout(Mapping[str, ArrayLayout]):
         """Writes an Orbax checkpoint that any mesh can read, without padding.
 
         `restore` returns the same bits, also of `jax.random` keys and empty arrays. The folder
-        appears when all is written; the next save removes an interrupted one's rest.
+        appears only when all is written. The next `save` removes the remains of an interrupted one.
 
         Args:
-          folder: new, seen by all processes, also in a store such as `gs://bucket/folder`.
+          folder: a new folder that all processes can reach, also as in `gs://bucket/folder`.
           params: arrays on the mesh. Other leaves are not stored.
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh. Nothing is
-            written.
+          LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh.
           ValueError: the folder exists.
 
-        Cost: padded arrays are copied, unsharded along the padded dimension.
+        Cost: a copy of padded arrays, unsharded along padded dimensions.
 
         Example:
           >>> layout = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
           >>> layout.save(folder, layout.place({"w": jnp.arange(8.0)}))
-          >>> other = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
-          >>> other.restore(folder)["w"]
+          >>> layout.restore(folder)["w"]
           Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
         """
         self._need_devices()
@@ -467,15 +450,15 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads a checkpoint onto this mesh; processes read their devices' shards.
 
         Args:
-          folder: of a `save` on any mesh, in any containers with the same paths; or a plain Orbax
-            checkpoint with the layout's nesting.
+          folder: written by `save` on any mesh, from any pytree with the same paths; or a plain
+            Orbax checkpoint with the layout's nesting.
 
         Returns:
-          Padded, as from `place`.
+          Padded arrays, as from `place`.
 
         Raises:
           ImportError: without Orbax.
-          LayoutError: all arrays of other paths, shapes or dtypes.
+          LayoutError: arrays of other paths, shapes or dtypes.
           ValueError: no such folder, or no checkpoint in it.
         """
         self._need_devices()
@@ -493,26 +476,25 @@ class Layout(Mapping[str, ArrayLayout]):
         """Reads safetensors files onto this mesh; processes read their devices' parts.
 
         Args:
-          files: files, folders, indices (`model.safetensors.index.json`), one or several. A folder
-            stands for its index's files, or all `*.safetensors`.
+          files: one or several files, folders or indices (`model.safetensors.index.json`). A folder
+            means the files of its index, or without one all `*.safetensors`.
           names: a function or mapping from an array's path to its tensor's name. A list of names
-            stacks tensors along a first dimension, a list of lists along two. None: the path, dots
-            for slashes.
-          transposed: a pattern of full paths whose last two dimensions the files exchange, as
-            PyTorch's linear layers. Or a mapping from patterns to axes for `numpy.transpose` (None:
-            the last two exchanged): `{".*/conv/kernel": (2, 3, 1, 0)}` for PyTorch's convolutions.
-            Stacked dimensions do not count.
+            stacks tensors along a first dimension, a list of lists along two. None: the path, with
+            dots for slashes.
+          transposed: a pattern of full paths. The last two dimensions of these arrays are swapped
+            in the files, as in PyTorch's linear layers. Or a mapping from patterns to axes for
+            `numpy.transpose`, None for the last two: `{".*/conv/kernel": (2, 3, 1, 0)}` for
+            PyTorch's convolutions. Stacked dimensions do not count.
           unused: a pattern of full names that may stay unread.
 
         Returns:
           As from `place`. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Raises:
-          LayoutError: all tensors that are missing, unread, or of another shape or dtype.
-          TypeError: an argument of another type.
-          ValueError: no files, or damaged ones; a name in two files without an index, or not where
-            the index says; unknown paths in `names`; wrong axes in `transposed`; no match of it or
-            `unused`.
+          LayoutError: tensors that are missing, unread, or of another shape or dtype.
+          ValueError: missing or damaged files; a name in two files without an index, or not where
+            the index says; unknown paths in `names`; wrong axes in `transposed`; a pattern that
+            matches nothing.
 
         Example:
           >>> from safetensors.numpy import save_file
@@ -540,19 +522,19 @@ class Layout(Mapping[str, ArrayLayout]):
         tries: Integer = 6,
         from_layout: Flag = False,
     ) -> LayoutCosts:
-        """Returns a step's predicted cost by weight on a described chip, and cheaper rules.
+        """Predicts the cost of each weight in a step on a described chip, and finds cheaper rules.
 
-        The compiled step's schedule is simulated on a model of the chip. Then changes of rules are
-        compiled in this order:
+        The compiled step is simulated on a model of the chip. Then changes of rules are tried in
+        this order:
 
-        1. Lookup tables sharded by rows, if the batch's axis shards their features.
-        2. Dimensions exchanged in rules that disagree with a product's other factor.
-        3. Dimensions exchanged in other rules, the most expensive first.
+        1. Shard lookup tables by rows, if the batch's axis shards their features.
+        2. Exchange dimensions in rules that disagree with the other factor of a product.
+        3. Exchange dimensions in other rules, the most expensive first.
 
         Faster changes are kept for later ones. Last come plain maps: fully sharded, replicated.
 
         Args:
-          step: `step(params, *args)` of global arrays. Results like a weight by path and shape keep
+          step: `step(params, *args)` of global arrays. Results with a weight's path and shape get
             its layout. A `jax.shard_map` in it must leave out its mesh.
           target: a name such as `"v5p:4x4x4"` with as many devices as the mesh, or a
             `jaxpar.schedule.Target` with the mesh's axes.
@@ -560,16 +542,11 @@ class Layout(Mapping[str, ArrayLayout]):
             map's `batch` shards arrays without a spec.
           compiler_options: as for `jaxpar.schedule.compile_for`.
           tries: the most changes to compile. 0 skips the plain maps, too.
-          from_layout: for steps that contain the layout's specs: `step` takes the layout on the
-            target's mesh, and returns the step.
-
-        Returns:
-          `LayoutCosts`.
+          from_layout: True if `step` takes the layout, on the target's mesh, and returns the step,
+            which may contain the layout's specs. Plain maps are not tried.
 
         Raises:
-          TypeError: a step that is no function; a target of another type.
           ValueError: a target with other axes; arguments that their axes do not divide.
-          Exception: errors of tracing and of the compiler.
 
         Cost: `1 + tries` compilations of the step, and two of plain maps.
 
@@ -580,9 +557,8 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> rules = LayoutMap({"up": ("tp", None), "down": ("tp", None)})  # up is exchanged
           >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
           >>> layout = rules.layout({"up": shape, "down": shape}, mesh)
-          >>> found = layout.explain(jax.grad(loss), "v5e:2x2", shape)
-          >>> found.flagged[0].rule, found.flagged[0].after == P(None, "tp")
-          ('up', True)
+          >>> layout.explain(jax.grad(loss), "v5e:2x2", shape).flagged[0].rule
+          'up'
         """
         from jaxpar.tools.layouts.explain_layout import explain
 
@@ -590,22 +566,18 @@ class Layout(Mapping[str, ArrayLayout]):
         return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
 
     def on(self, mesh: AnyMesh) -> Layout:
-        """Returns this layout on another mesh with its axes."""
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]
         return Layout(self._rules, mesh, moved, self._tree, self._others, self.ruled)
 
     def changed(self, arrays: Mapping[str, ArrayLayout]) -> Layout:
-        """Returns this layout with some arrays' layouts replaced, by path."""
         leaves = [array and arrays.get(array.path, array) for array in self._leaves]
         return Layout(self._rules, self._mesh, leaves, self._tree, self._others, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
-        """Returns a pytree of `function` of each array's layout."""
         found = [None if array is None else function(array) for array in self._leaves]
         return jax.tree.unflatten(self._tree, found)
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
-        """Returns a pytree of `arrays`, by path, and other leaves."""
         found = [
             other if array is None else arrays[array.path]
             for array, other in zip(self._leaves, self._others, strict=True)
@@ -613,7 +585,6 @@ class Layout(Mapping[str, ArrayLayout]):
         return jax.tree.unflatten(self._tree, found)
 
     def _noted(self, params: Any) -> Any:
-        """Notes arrays' padding while they exist."""
         padded = {table.path for table in self._padded_tables.tables}
         self._padded_tables.stay_with(
             x

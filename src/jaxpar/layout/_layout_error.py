@@ -1,4 +1,4 @@
-"""The error of a layout: each problem with its remedy."""
+"""The error of a layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LayoutProblem:
     """An array, rule or mesh axis that does not fit.
 
     Attributes:
-      path: of the array, or None.
-      rule: its key, or None.
+      path: the array's path, or None.
+      rule: the rule's key, or None.
       text: the problem, with its numbers.
       remedy: the edit.
 
@@ -41,7 +41,7 @@ class LayoutProblem:
 
 @readable
 class LayoutError(ValueError):
-    """A refused layout, with all problems.
+    """A refusal with all problems.
 
     Attributes:
       problems: a tuple of `LayoutProblem`: arrays in the pytree's order, then rules, then axes.

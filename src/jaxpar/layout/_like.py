@@ -1,4 +1,4 @@
-"""Layouts of pytrees made like the parameters: optimizer states, averages, gradients."""
+"""Layouts of pytrees like the parameters, such as optimizer states."""
 
 from __future__ import annotations
 

@@ -17,32 +17,30 @@ _ALONE = re.compile(r"\\[1-9]|\(\?(?!:)")
 
 @readable
 class LayoutMap(MutableMapping[str, Any]):
-    """A dict of rules, from path patterns to layouts on any mesh.
+    """A dict from path patterns to rules, which say how matching arrays are sharded.
 
-    Paths join keys and indices by slashes, as in `layers/0/attention/query`, for dicts, lists,
-    tuples, dataclasses, Flax and Equinox alike. A key that equals the path wins. Others are regular
-    expressions that must match the *full* path: `kernel` does not match `dense/kernel`, but
-    `.*/kernel` does. Two matches are an error.
+    Paths join keys and indices of any containers by slashes, as in `layers/0/attention/query`. A
+    key that equals the path wins. Others are regular expressions that must match the *full* path:
+    `kernel` does not match `dense/kernel`, but `.*/kernel` does. Two matches are an error.
 
-    A value gives the mesh axes of each dimension:
+    A rule gives the mesh axes of each dimension:
 
-    - a `PartitionSpec`, a tuple or a list of mesh axes, tuples of them, None or `Padded(axis)`.
+    - a `PartitionSpec`, tuple or list of mesh axes, tuples of them, None or `Padded(axis)`.
       Dimensions after the last entry are not sharded;
-    - text such as `"layers embed heads"`: dimension names, which `axes` maps to mesh axes. Other
-      ranks are refused, and names that sizes show to be swapped;
+    - text such as `"layers embed heads"`: dimension names, which `axes` maps to mesh axes. Arrays
+      of another rank are refused, and names that the arrays' sizes show to be swapped;
     - `REPLICATED`: a full copy on every device;
     - `Split(axis, dim)` or `Replicate(count)`.
 
-    Inserting an existing key raises: `pop` it, or merge maps with `|` (the right one wins).
+    To replace an existing key, `pop` it, or merge maps with `|` (the right one wins).
 
     Args:
-      rules: from patterns to values.
-      axes: from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
-      batch: the value for data, whose first dimension is the batch.
+      rules: a mapping from patterns to rules.
+      axes: a mapping from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
+      batch: the rule for data, whose first dimension is the batch.
       results: rules for intermediate results (`Layout.constrain`).
 
     Raises:
-      TypeError: a pattern that is no text, a value of another type.
       ValueError: an invalid or existing pattern; a dimension that `axes` lacks; a mesh axis twice.
 
     Example:
@@ -53,7 +51,7 @@ class LayoutMap(MutableMapping[str, Any]):
       >>> rules.match("layers/0/query") == P("fsdp", "tp")
       True
 
-    Source: Keras's `LayoutMap`, where paths may match several rules or none.
+    Source: Keras's `LayoutMap`.
     """
 
     def __init__(
@@ -153,10 +151,9 @@ class LayoutMap(MutableMapping[str, Any]):
 
     @public
     def match(self, path: Any) -> Any:
-        """Returns a path's `PartitionSpec` or action, or None.
+        """Returns a path's `PartitionSpec`, `Split` or `Replicate`; None if no rule matches.
 
         Raises:
-          TypeError: `path` is no text.
           ValueError: several patterns match.
         """
         if not isinstance(path, str):
@@ -170,7 +167,7 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._rules[keys[0]].layout if keys else None
 
     def matching(self, path: str) -> list[str]:
-        """Returns the keys that match a path: the exact one alone, or all."""
+        # The key that equals a path comes alone.
         if path in self._rules:
             return [path]
         if self._matcher is None:
@@ -178,15 +175,12 @@ class LayoutMap(MutableMapping[str, Any]):
         return self._matcher.keys(path)
 
     def rule(self, key: str) -> Rule:
-        """Returns the rule of a key."""
         return self._rules[key]
 
     def rules(self) -> Iterator[Rule]:
-        """Returns all rules in order."""
         return iter(self._rules.values())
 
     def pattern(self, key: str) -> re.Pattern[str]:
-        """Returns the regular expression of a key."""
         return self._patterns[key]
 
     @public
@@ -199,19 +193,15 @@ class LayoutMap(MutableMapping[str, Any]):
           strict: refuses arrays without rules, rules without arrays, swapped dimension names, and
             mesh axes in no rule, `batch` or `results`. False: arrays without rules are replicated.
 
-        Returns:
-          A `Layout`.
-
         Raises:
-          LayoutError: all problems.
+          LayoutError: an array, rule or axis does not fit; all such problems are listed.
 
         Cost: about a microsecond per array and rule. No array is read.
 
         Example:
           >>> rules = LayoutMap({"up": (None, "tp"), "down": ("tp", None)})
           >>> params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
-          >>> layout = rules.layout(params, make_mesh("tp=8"))
-          >>> layout.specs["down"] == P("tp", None)
+          >>> rules.layout(params, make_mesh("tp=8")).specs["down"] == P("tp", None)
           True
         """
         return layout_of(self, params, mesh, strict=strict)

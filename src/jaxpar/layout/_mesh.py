@@ -1,4 +1,4 @@
-"""Checks of a mesh for layouts, with or without devices."""
+"""Checks of a mesh."""
 
 from collections.abc import Iterable
 from math import prod
@@ -20,7 +20,6 @@ def check_mesh(mesh: Any) -> None:
 
 
 def axes_in(mesh: AnyMesh, axis: AxisLike) -> tuple[str, ...]:
-    """Returns `axis`'s names, all in the mesh."""
     names = axis_names(axis)
     for name in names:
         if name not in mesh.shape:

@@ -1,4 +1,4 @@
-"""Finds swapped dimension names by the sizes of named dimensions."""
+"""Finds swapped dimension names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of weights in published models, and their kinds for tensor parallelism."""
+"""Names of weights in published models, and their kinds."""
 
 from __future__ import annotations
 

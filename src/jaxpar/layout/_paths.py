@@ -1,4 +1,4 @@
-"""Paths of arrays in a pytree as text, the same for every container."""
+"""Paths of arrays in any pytree, as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def path_text(path: Any) -> str:
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """Splits at slashes and dots of published names."""
     return tuple(re.split(r"[/.]", path))
 
 

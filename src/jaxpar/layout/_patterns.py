@@ -12,8 +12,6 @@ from jaxpar.layout._paths import pattern_of
 
 
 class Pattern:
-    """The paths that an argument matches, if given."""
-
     def __init__(self, argument: str, text: Any, paths: Sequence[str]) -> None:
         if not isinstance(text, str):
             raise type_error(f"{argument} must be a pattern, got {text!r}")

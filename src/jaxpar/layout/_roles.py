@@ -1,4 +1,4 @@
-"""Finds each weight's role in tensor parallelism from its name and neighbours."""
+"""Finds each weight's role in tensor parallelism."""
 
 from __future__ import annotations
 

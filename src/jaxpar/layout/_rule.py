@@ -1,4 +1,4 @@
-"""Rules of a map, and their effect on an array's dimensions."""
+"""Rules of a map."""
 
 from __future__ import annotations
 
@@ -121,12 +121,10 @@ class Nearest:
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """Returns the first of names alike but for numbers."""
         kinds = {without_numbers(name): name for name in reversed([*self._others])}
         return list(kinds.values())[::-1][:1000]
 
     def hint(self, name: str) -> str:
-        """Returns the hint, cached by name without numbers."""
         kind = without_numbers(name)
         if kind not in self._hints:
             self._hints[kind] = nearest(name, self._kinds, self._text)

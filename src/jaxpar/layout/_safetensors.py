@@ -1,8 +1,6 @@
 """Maps safetensors files into memory, so that only used tensors are read.
 
-A file is a length (8 bytes, little-endian), a JSON header of that length, and the tensors' bytes
-(https://github.com/huggingface/safetensors). The format's package, as of 0.8, reads no 8-bit
-floats.
+The format's package (https://github.com/huggingface/safetensors), as of 0.8, reads no 8-bit floats.
 """
 
 from __future__ import annotations

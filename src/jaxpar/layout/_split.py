@@ -1,4 +1,4 @@
-"""Actions that split or replicate an array, and their inverses."""
+"""Actions that split, pad or replicate an array."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 @readable
 @dataclass(frozen=True)
 class Split:
-    """An array in shards along one dimension. The first ones may have one entry more.
+    """Splits arrays along one dimension into nearly equal shards.
 
-    A call returns the shards: 4, 3 and 3 of 10 rows; `undo` joins them. Both accept NumPy and JAX
-    arrays, also inside `jax.jit`.
+    `Split(3)(array)` returns shards of 4, 3 and 3 of 10 rows, and `undo` joins them. Both accept
+    NumPy and JAX arrays, also inside `jax.jit`.
 
     In a rule it shards the dimension over a mesh axis. Blocks then have the largest shard's size,
     with zeros at the end (`local`, `local_size`, `local_mask`).
@@ -34,15 +34,11 @@ class Split:
       dim: the dimension; negative counts from the end.
 
     Raises:
-      TypeError: another type of count or dimension.
       ValueError: fewer than one shard.
 
     Example:
-      >>> action = Split(3, 0)
-      >>> [shard.shape for shard in action(jnp.zeros((10, 2)))]
+      >>> [shard.shape for shard in Split(3)(jnp.zeros((10, 2)))]
       [(4, 2), (3, 2), (3, 2)]
-      >>> action.undo(action(jnp.arange(4.0)))
-      Array([0., 1., 2., 3.], dtype=float32)
     """
 
     count: Integer | AxisLike
@@ -63,7 +59,6 @@ class Split:
         return () if isinstance(self.count, int) else axis_names(self.count)
 
     def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, PaddedDim]:
-        """Returns the non-negative dimension of such an array, and its blocks."""
         if count is None:
             if not isinstance(self.count, int):
                 raise value_error(
@@ -88,7 +83,7 @@ class Split:
 
     @public
     def undo(self, shards: Sequence[AnyArray]) -> AnyArray:
-        """Returns the array of these shards.
+        """Joins shards.
 
         Raises:
           ValueError: another number of shards, or shards that do not belong to one array.
@@ -124,8 +119,7 @@ class Split:
     def local(self, array: Array) -> Array:
         """Returns this device's block of an unsharded array, inside `jax.shard_map`.
 
-        Returns:
-          This device's rows, then zeros up to the largest shard's size.
+        It has this device's entries, then zeros up to the largest shard's size.
         """
         array = jnp.asarray(array)
         dim, blocks, index = self._here(array.shape)
@@ -158,13 +152,12 @@ class Split:
 @readable
 @dataclass(frozen=True)
 class Replicate:
-    """An array, copied to each of `count` devices. In a rule it is `REPLICATED`.
+    """Copies an array for each of `count` devices. In a rule, it is the same as `REPLICATED`.
 
     Args:
       count: devices; in a rule, the size of the mesh.
 
     Raises:
-      TypeError: a count that is not a whole number.
       ValueError: fewer than one device.
 
     Example:
@@ -207,18 +200,17 @@ class Replicate:
 @readable
 @dataclass(frozen=True)
 class Padded:
-    """Mesh axes that need not divide a dimension, which gets zeros at its end.
+    """Mesh axes for a dimension that they need not divide. It gets zeros at its end.
 
-    It replaces a mesh axis in a rule or in `axes`. The zeros stay zero in training if they reach no
-    result: a softmax must mask them, as `vocab_parallel_cross_entropy` does with `vocabulary`.
+    Rules and `axes` take it in the place of a mesh axis. The zeros stay zero in training if they
+    reach no result: a softmax must mask them (`vocabulary` of `vocab_parallel_cross_entropy`).
 
     Args:
       axes: mesh axes.
       multiple: entries that stay together on one device, such as the size of a head.
-      size: the padded size, if larger than the axes and `multiple` need.
+      size: the padded size. None: the smallest that `axes` and `multiple` allow.
 
     Raises:
-      TypeError: another type of axes or sizes.
       ValueError: sizes below 1.
 
     Example:
@@ -240,7 +232,6 @@ class Padded:
                 object.__setattr__(self, "size", check_whole("size", self.size, 1))
 
     def blocks(self, size: int, count: int) -> PaddedDim:
-        """Returns the blocks of a dimension of `size` on `count` devices."""
         if self.size is not None and (self.size < size or self.size % (count * self.multiple)):
             with naming("Padded"):
                 raise value_error(

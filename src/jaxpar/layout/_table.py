@@ -22,9 +22,9 @@ class Table:
 
     Attributes:
       rows: a dict for each array.
-      devices: of the mesh.
-      bytes_per_device: of all arrays.
-      replicated_per_device: bytes saved if no two devices held the same.
+      devices: the number of devices.
+      bytes_per_device: bytes of all blocks of one device.
+      replicated_per_device: bytes that a device would save if no array were replicated.
 
     Example:
       >>> layout = LayoutMap({"w": (None, "tp")}).layout({"w": jnp.ones((2, 8))}, make_mesh("tp=8"))

@@ -1,8 +1,8 @@
 """Finds each weight's dimension that tensor parallelism shards, or why it is unknown.
 
-A matrix needs a known input dimension. A bias next to it is as long as the output. Blocks' inputs
-and outputs are as wide as norms and tables. Others, such as square weights, follow weights of the
-same kind. The array's name decides last.
+A matrix needs a known input dimension. A bias is as long as the output. Blocks' inputs and outputs
+are as wide as norms and tables. Others follow weights of the same kind. The array's name decides
+last.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from jaxpar.layout._rule import Axes, shown
 
 
 class TensorDims:
-    """The dimensions that the `count` devices of `axes` shard."""
-
     def __init__(
         self,
         arrays: Sequence[Shaped],

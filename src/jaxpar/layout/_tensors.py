@@ -1,4 +1,4 @@
-"""A layout's arrays from named tensors of files. Each device reads its own block."""
+"""A layout's arrays from named tensors of files."""
 
 from __future__ import annotations
 

@@ -9,32 +9,38 @@ import jax
 
 @dataclass(frozen=True)
 class Chip:
-    """Figures of one chip, or of one device of it: published, except a target's links.
+    """Published figures of one device; those of a `Target`'s links are fitted by default.
+
+    `kind` is `device_kind` or its beginning. On a `torus`, neighbours have links of their own.
+
+    - Per second: `flops` of bf16; bytes of `hbm`; bytes one way over a `link`, over the `network`
+      beyond the switch, and to the `host`'s memory; cycles of the compiler's `clock`.
+    - Bytes: `capacity` of HBM, `vmem` of a TPU core.
+    - Seconds: `latency` of a hop, `start` of a transfer.
+    - Numbers: `dimensions` of the torus, `cores`, devices at one switch (`switched`).
+    - `synchronous_around`: around a dimension of so many devices, the compiler makes a ring's
+      permutes synchronous, as on v5e:8x16.
 
     Example:
-      >>> from jaxpar.schedule import target
       >>> target("v5e:2x2").chip.flops
       197000000000000.0
     """
 
-    kind: str  # as in `device_kind`, or its beginning
-    flops: float  # bf16, per second
-    hbm: float  # bytes per second
-    capacity: float  # bytes of HBM
-    link: float  # bytes per second over one link, in one direction
-    torus: bool  # neighbours have links of their own in both directions
-    clock: float | None = None  # cycles per second of the compiler's cycle counts
-    dimensions: int = 0  # of the torus
-    cores: int = 1  # a device may have only some of them
-    # Devices at one switch, each with speed `link`. None: a torus of any size.
+    kind: str
+    flops: float
+    hbm: float
+    capacity: float
+    link: float
+    torus: bool
+    clock: float | None = None
+    dimensions: int = 0
+    cores: int = 1
     switched: int | None = None
-    network: float = 0.0  # bytes per second of one device beyond its switch, in one direction
-    latency: float = 1e-6  # seconds a hop
-    start: float = 0.0  # seconds to start a transfer
-    vmem: float = 0.0  # bytes of a TPU core's VMEM
-    host: float = 1.6e10  # bytes per second to the host's memory, and as many back
-    # A ring that uses the wrap-around links of a dimension of so many devices only loses: the
-    # compiler makes its permutes synchronous, as on v5e:8x16 and 16x16.
+    network: float = 0.0
+    latency: float = 1e-6
+    start: float = 0.0
+    vmem: float = 0.0
+    host: float = 1.6e10
     synchronous_around: int | None = None
 
 

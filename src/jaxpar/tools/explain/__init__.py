@@ -1,1 +1,1 @@
-"""Explains why a program waits for transfers, and which edits help."""
+"""Explains why a program waits for transfers."""

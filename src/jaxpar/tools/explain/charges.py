@@ -1,4 +1,4 @@
-"""Charges waits to the transfers that hold the links, not to queued ones."""
+"""Charges waits to the transfers that hold the links."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class Charged(Event):
 
 
 class Charges:
-    """Splits each wait when links become free."""
-
     def __init__(self, program: CompiledProgram, links: Links) -> None:
         self.links = links
         schedules = program.module.schedules
@@ -59,7 +57,6 @@ class Charges:
             yield from self._split(event, runs[max(0, latest - 1)], under_way)
 
     def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
-        """Yields the parts of a wait, its own last."""
         ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
         until = wait.end - self._own(wait, own) if ahead else wait.start
         at, last = wait.start, len(ahead) - 1
@@ -84,7 +81,6 @@ class Charges:
         return event.end - event.latency if self.links.chip.torus else event.end
 
     def _meet(self, one: Event, other: Event) -> bool:
-        """Returns whether two transfers share a link."""
         if not self.links.chip.torus:  # all share one stream
             return True
         for name in (one.name, other.name):

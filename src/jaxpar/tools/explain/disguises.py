@@ -1,4 +1,4 @@
-"""Finds disguised gathers and reduce-scatters: all-reduces that only move shards."""
+"""Finds all-reduces in disguise."""
 
 from __future__ import annotations
 

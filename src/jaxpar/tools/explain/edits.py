@@ -61,7 +61,7 @@ class Edits:
         return ProgramArguments(self.program, self.target.mesh)
 
     def compiler_options(self, only: str | None = None) -> Iterator[Edit]:
-        """Yields an edit with the chip's missing options."""
+        """Adds the chip's missing options."""
         lacking = {
             name: value
             for name, value in options_of(self.target).items()
@@ -77,7 +77,7 @@ class Edits:
             )
 
     def cut_matmuls(self) -> Iterator[Edit]:
-        """Yields an edit that allows windowed einsums."""
+        """Allows windowed einsums."""
         name = WHOLE_MATMULS.name
         if name in self.options:
             others = {option: x for option, x in self.options.items() if option != name}
@@ -96,7 +96,7 @@ class Edits:
                 )
 
     def forms(self, line: Line | None) -> Iterator[Edit]:
-        """Yields edits with jaxpar's overlapped forms."""
+        """Uses jaxpar's overlapped forms."""
         where = f" at {line}" if line else ""
         for form in overlapped(line):
             yield Edit(
@@ -104,7 +104,7 @@ class Edits:
             )
 
     def order(self, axes: Sequence[str]) -> Iterator[Edit]:
-        """Yields a mesh with nearer neighbours, if any."""
+        """Brings neighbours nearer, if possible."""
         mesh = self.target.mesh
         best, hops = None, _hops(mesh, axes)
         for order, other in _orders(mesh):
@@ -120,7 +120,7 @@ class Edits:
             )
 
     def constraints(self) -> Iterator[Edit]:
-        """Yields edits that drop one line's sharding constraints."""
+        """Drops one line's sharding constraints."""
         places: dict[Line | None, None] = {}
 
         def note(jaxpr: core.Jaxpr) -> dict[int, Handler]:
@@ -153,13 +153,13 @@ class Edits:
                 yield self._resharded(found)
 
     def shardings(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
-        """Yields edits that shard other dimensions."""
+        """Shards other dimensions."""
         for found in self._reshardings.near(arguments, axes):
             if not any(found.lies.items() <= known.lies.items() for known in self._at_odds):
                 yield self._resharded(found)
 
     def barriers(self) -> Iterator[Edit]:
-        """Yields an edit that drops optimization barriers."""
+        """Drops optimization barriers."""
 
         def without(jaxpr: core.Jaxpr) -> dict[int, Handler]:
             return {
@@ -171,7 +171,7 @@ class Edits:
         yield Edit("remove optimization_barrier", lambda: self._rewritten(Change(without)))
 
     def unrolled(self) -> Iterator[Edit]:
-        """Yields an edit that unrolls scans by two."""
+        """Unrolls scans by two."""
 
         def twice(jaxpr: core.Jaxpr) -> dict[int, Handler]:
             return {
@@ -188,14 +188,14 @@ class Edits:
         )
 
     def once(self) -> Iterator[Edit]:
-        """Yields an edit that hoists loop-invariant collectives."""
+        """Hoists loop-invariant collectives."""
         yield Edit(
             "gather before the scan, and let its body close over the full array",
             lambda: self._rewritten(Change(hoisted)),
         )
 
     def kept(self) -> Iterator[Edit]:
-        """Yields an edit that saves recomputed collectives' results."""
+        """Saves recomputed collectives' results."""
         yield Edit(
             "save the collective's result for the backward pass: jax.checkpoint(f, policy="
             "jax.checkpoint_policies.save_only_these_names('received')) with "
@@ -204,7 +204,7 @@ class Edits:
         )
 
     def narrow(self, line: Line | None) -> Iterator[Edit]:
-        """Yields an edit that sums float32 in bfloat16."""
+        """Sums float32 in bfloat16."""
         yield Edit(
             f"sum{f' at {line}' if line else ''} in bfloat16: cast before the collective and "
             "back after it (less exact), or use jaxpar's with wire_dtype='bfloat16'",

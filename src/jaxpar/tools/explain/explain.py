@@ -1,7 +1,4 @@
-"""Explains which transfers a program waits for, why, and what to change.
-
-In *exposed* time nothing computes until a transfer is done. No schedule beats the *floor*.
-"""
+"""Explains waits for transfers, and tries edits."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Finding:
 
     Attributes:
       of: the exposed collectives, a loop's copies, or windowed einsums.
-      cause: one of a closed list; `meaning` explains it.
+      cause: a cause of the guide "Why is this step slow?"; `meaning` explains it.
       why: the evidence.
       edit: what to change.
       tried: the compiled edits, the fastest first.
@@ -49,10 +46,8 @@ class Finding:
       left: edits not tried because `tries` was too small.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, explain, target
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
-      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
       >>> found.findings[0].meaning
       'the compiler makes it synchronous: no work overlaps with it'
     """
@@ -75,25 +70,23 @@ class Finding:
 @readable
 @dataclass(frozen=True)
 class Explanation:
-    """The reasons why a step takes as long as it does on a chip; made by `explain`.
+    """The reasons why a step takes as long as it does, from `explain`.
 
     Attributes:
       program: the compiled program.
       timeline: its schedule, simulated or measured.
-      floor: a time that no schedule of it beats.
+      floor: lower limits of the program's time.
       findings: exposed time with causes and edits, the longest first.
       overheads: other time that computes nothing new, the largest first.
-      at_peak: the arrays in memory at the peak, the largest first.
-      utilisation: its matmuls' FLOPs, over what the chip can do in its time.
+      at_peak: arrays in memory at the peak, the largest first.
+      utilisation: the FLOPs of the matmuls, divided by the chip's peak in the step's time.
       refused: edits that could not be compiled, and why.
       predicted: the simulated schedule if `timeline` was measured; None without the chip's figures.
-      instructions: each one's predicted and measured time, the longest first; may be empty.
+      instructions: predicted and measured times, the longest first; empty if not measured.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, explain, target
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
-      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
       >>> print(found.text().splitlines()[0])
       a step on v5e:2x2 (tp=4) takes ... us; it waits ... us (...) for transfers
     """
@@ -140,44 +133,35 @@ def explain(
     """Explains why a step takes as long as it does, line by line, and tries edits.
 
     The schedule is simulated as by `timeline`. Rules give each wait for a transfer a source line,
-    one cause and an edit. With each edit that jaxpar can make itself, the full program is compiled
-    and simulated: compiler options, mesh orders, modes, overlapped forms, argument shardings, no
-    constraints or barriers, repeated collectives run once, sums in bfloat16, unrolled scans.
+    one cause and an edit. jaxpar compiles and simulates the full program with each edit that it can
+    make itself: compiler options, mesh orders, modes, overlapped forms, argument shardings, removed
+    constraints and barriers, merged repeated collectives, sums in bfloat16, unrolled scans.
 
     Args:
       program: from `compile_for`. It need not use anything else of jaxpar.
       tries: the number of edits, or a time as in `"10min"`, after which none is begun. Edits that
-        may save the most come first. With 0, causes that need a trial are left out, except for
-        arguments whose dimensions disagree.
+        may save the most come first. With 0, causes that only a trial can show are left out, except
+        for arguments whose shardings disagree.
       findings: the largest number of findings.
       measured: from `read_trace` of this program. Times are then measured; gains stay predicted.
       assumed: as for `timeline`.
       own: import names of installed packages whose lines count as yours, such as `("maxtext",)`. A
-        finding has your innermost line; by default, lines of installed packages are not yours.
+        finding names your innermost line.
       progress: called with each edit before it is compiled.
 
     Returns:
-      An `Explanation`; `print` shows it. Without findings no transfer is to blame.
+      An `Explanation`; `print` shows it. Waits below 0.5% of the step have no finding.
 
     Raises:
-      ValueError: no figures of the chip and no `measured`; a negative number; `tries` that is
-        neither a number nor minutes; a `measured` that is predicted or of another function; a
-        package in `own` that is neither installed nor in the program.
-      TypeError: `program` is no `CompiledProgram`, or `own` is a string.
-      RuntimeError: a prediction below the program's floor, a fault of jaxpar. The message names a
-        file with the program's text, for a report.
+      ValueError: no figures of the chip and no `measured`; a `measured` that is predicted or of
+        another function; an unknown package in `own`; wrong `tries` or `findings`.
+      RuntimeError: as for `timeline`.
 
     Cost: a compilation for each edit, unless the `cache` of `compile_for` has it.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, explain, target
-      >>> v5e = target("v5e:2x2")
-      >>> x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> w = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=P(None, "tp"))
-      >>> def layer(x, w):
-      ...     return lax.all_gather(x, "tp", tiled=True) @ w
-      >>> step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
-      >>> found = explain(compile_for(step, v5e, x, w), tries=0)
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
+      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x), tries=0)
       >>> [(finding.of.collective, finding.of.axes) for finding in found.findings]
       [('all-gather', ('tp',))]
     """
@@ -268,7 +252,6 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
 
 
 def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
-    """Raises unless packages are installed or used."""
     if isinstance(own, str):
         raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
     sources = Sources(program.text) if own else None

@@ -151,7 +151,6 @@ def heading(record: Record) -> list[str]:
 
 
 def at_least(kernel: str) -> str:
-    """Returns the note about a kernel of unknown cost."""
     return (
         f"at least: the FLOPs of the kernel {kernel} are unknown, so its figures are lower bounds; "
         "give it cost_estimate=pl.CostEstimate(...)"
@@ -228,7 +227,6 @@ def place(of: Record) -> str:
 
 
 def elsewhere(of: Record) -> str:
-    """Returns the other places of alike collectives."""
     first, *others = of.get("places", ()) or ("",)
     if not others:
         return ""

@@ -1,7 +1,4 @@
-"""Each collective's exposed time, source lines, and the work before and after it.
-
-A collective is *exposed* while the device waits for it, and *inserted* if the partitioner added it.
-"""
+"""Each collective's exposed time and source lines."""
 
 from __future__ import annotations
 
@@ -39,44 +36,41 @@ _MATMULS = ("convolution", "dot", "ragged-dot")
 @readable
 @dataclass(frozen=True)
 class ExposedCollective:
-    """The waits for the collectives of one line: all runs in a step, on one device.
+    """The waits of one device, in a step, for the collectives of one source line.
 
     Attributes:
       name: the instruction with the longest wait.
-      names: all instructions of this line, these axes, and alike places.
+      names: all instructions of the same line and axes, in places that differ only in numbers.
       collective: the kind in HLO, such as `"all-gather"`.
       over: the mesh axes, with a permute's step, as in `"tp +1"`.
-      seconds: the wait for it, and for others while it holds their links.
-      held: the part of `seconds` in which others queue behind it.
+      seconds: all waits that it causes.
+      held: the part of `seconds` in which other transfers wait for its links.
       runs: how often it runs.
-      bytes: sent by a device in all runs.
+      bytes: bytes that a device sends in all runs.
       transfer: seconds from start to end.
       queued: seconds before its links are free.
       latency: the part of `transfer` before the first byte arrives.
-      links: the links that it uses, out of `links_there`.
-      line: the user's innermost line, else the innermost one; None if unknown.
+      links: how many links a device uses for it.
+      links_there: how many links a device has.
+      line: the user's innermost line, else the innermost; None if unknown.
       lines: all lines that it comes from, the innermost first.
-      chain: up to five of them, to the callers of the user's line.
-      places: the places of collectives that differ only in numbers, as layers do, the longest wait
-        first.
-      scopes: the named scopes around it, such as modules.
+      chain: at most five of `lines`, up to the callers of the user's line.
+      places: lines and scopes of `names`, the longest wait first.
+      scopes: named scopes around it, such as modules.
       phase: `"forward"`, `"backward"` or `"recomputation"`.
-      inserted: whether the partitioner added it.
-      moved: the array that moves; for inserted ones, with the change of its sharding.
-      before: the device's last work before the wait.
-      after: its next work after the wait.
+      inserted: whether XLA's partitioner added it.
+      moved: the array that moves; if inserted, with the change of its sharding.
+      before: the last work before the wait.
+      after: the next work after the wait.
       covered: seconds of compute during the transfer.
       independent: seconds of independent work that ran at another time.
       synchronous: whether no work can overlap with it.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, explain, target
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
-      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
-      >>> of = found.findings[0].of
-      >>> of.collective, of.axes, of.inserted
-      ('all-gather', ('tp',), True)
+      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
+      >>> found.findings[0].of.inserted
+      True
     """
 
     name: str

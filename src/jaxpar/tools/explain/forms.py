@@ -18,8 +18,6 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Form:
-    """A mode for a collective and its matmul."""
-
     mode: Mode
     line: Line | None  # only collectives of this line; None: all
 

@@ -1,7 +1,4 @@
-"""Costs besides transfers: copies, passes over memory, recomputation, slow matmuls.
-
-A *windowed einsum* is a matmul that the partitioner cut into pieces with permutes between them.
-"""
+"""Costs besides transfers."""
 
 from __future__ import annotations
 
@@ -38,19 +35,17 @@ _BESIDE = {
 @readable
 @dataclass(frozen=True)
 class Overhead:
-    """Time that one line costs besides transfers and fast matmuls.
-
-    It computes nothing new, is slower than the chip, or passes over memory.
+    """Other time that one line costs: recomputation, slow matmuls, and passes over memory.
 
     Attributes:
-      kind: one of `Overheads`.
+      kind: such as `"copies"` or `"recomputation"`.
       seconds: the time in a step. For windowed einsums, all pieces and the waits between them.
       runs: how many instructions ran.
-      line: the user's line; None if the compiler gives none.
-      chain: the lines from the innermost to the callers of the user's line.
+      line: the user's line, or None.
+      chain: as in `ExposedCollective`.
       scopes: the named scopes around it.
       in_loop: whether it is in the body of a loop.
-      what: its longest instruction, with the shape.
+      what: the longest instruction, with the shape.
 
     Example:
       >>> Overhead("copies", 2e-6, 8, None, (), (), True, "copy.1, f32[16]").seconds
@@ -100,7 +95,6 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
 
 
 def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
-    """Returns one overhead, at the longest line."""
     by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
     for name, seconds in pieces:
         by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds

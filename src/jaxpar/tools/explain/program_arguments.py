@@ -150,7 +150,7 @@ def laid(args: Any, mesh: Mesh) -> Any:
 def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Returns the earlier argument of the same name and shape where its sharding differs.
 
-    An optimizer's `state[0].mu['up']` is a namesake of `params['up']`, also in a state.
+    An optimizer's `state[0].mu['up']` is a namesake of `params['up']`.
     """
     first: dict[tuple[str, Any], str] = {}
     found: dict[str, str] = {}

@@ -56,7 +56,6 @@ class Reshardings:
 
     @cached_property
     def at_odds(self) -> list[Resharded]:
-        """Returns new shardings for disagreeing arguments."""
         by_spec, by_shape = self._groups("spec"), self._groups("shape")
         found, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
         alike: dict[Any, list[RuleCandidate]] = defaultdict(list)

@@ -28,17 +28,15 @@ class TriedEdit:
     Attributes:
       edit: the change in words.
       seconds: the time of the step.
-      peak: the bytes of memory that it needs.
+      peak: the most bytes of memory at a time.
       program: the program with the edit.
-      exposed: the collectives that it exposes.
+      exposed: the collectives that the device then waits for.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, explain, target
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P(None, "tp"))
-      >>> found = explain(compile_for(lambda x, w: jnp.sin(x @ w), target("v5e:2x2"), x, w))
+      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
       >>> sorted(tried.edit for tried in found.findings[0].tried)[0]
-      "shard w by P('tp', None) in place of P(None, 'tp')"
+      "shard x by P(None, 'tp') in place of P('tp')"
     """
 
     edit: str

@@ -103,7 +103,6 @@ class Classes:
                 self.join(a, b)
 
     def rows_looked_up(self) -> set[int]:
-        """Returns the classes of rows that data choose."""
         return {self.of(t) for found in self.sums if found.what == LOOKED_UP for t in found.over}
 
     def fresh(self, shape: Sequence[int]) -> Tokens:

@@ -1,4 +1,4 @@
-"""Compares an inferred map with plain ones, by bytes and predicted step."""
+"""Compares an inferred map with plain ones."""
 
 from __future__ import annotations
 

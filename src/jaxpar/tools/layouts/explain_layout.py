@@ -1,7 +1,4 @@
-"""Predicts a layout's cost by weight on a described chip, and finds cheaper rules.
-
-`owners` assigns collectives to weights. `rule_candidates` gives rules to try.
-"""
+"""Predicts a layout's cost by weight, and finds cheaper rules."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class _Question:
     from_layout: bool
 
     def play(self, layout: Layout) -> tuple[CompiledProgram, Timeline, tuple[Cost, ...]]:
-        """Compiles, simulates, and assigns collectives to weights."""
         step = self.made(layout)
         given = self.given(layout)
         results: list[str | None] = []
@@ -123,7 +119,6 @@ class _Question:
         return candidates(layout, seen, shapes_of(self.args, given), exposed)
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
-        """Yields plain maps' seconds, if they fit and compile."""
         params = _filled(layout, layout.shapes)
         for name, rules in others(params, layout.mesh, None):
             try:
@@ -206,7 +201,6 @@ def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...
 
 
 def _filled(layout: Layout, arrays: Any) -> Any:
-    """Returns arrays with the layout's other leaves."""
     return layout.filled(dict(filter(None, arrays_of(arrays)[0])))
 
 
@@ -262,6 +256,5 @@ def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
 
 
 def _moved(costs: Sequence[Cost], paths: Sequence[str]) -> float:
-    """Returns bytes of weights that a device sends."""
     moved = (c.bytes for c in costs if c.path in paths and c.what == "the weight")
     return sum(moved, 0.0)

@@ -51,34 +51,33 @@ def infer_layout(
     target: Any = None,
     show: Callable[[str], object] | None = None,
 ) -> LayoutMap:
-    r"""Returns the map that a function's own matmuls suggest.
+    r"""Infers a layout map from the matmuls of a function.
 
-    Dimensions that must be sharded alike, by the jaxpr of `function(params, batch)`, form a class.
+    Dimensions that the jaxpr of `function(params, batch)` forces to be sharded alike form a class.
 
-    - Tensor axes shard the classes with the fewest bytes of sums for their FLOPs, at most one of
-      each array. Hidden features and heads come before the width that layers share, as in Megatron.
-      A cut (split, slice, concatenation, sort) costs the bytes that its parts move. If its parts
-      are used unsharded, the dimension is not sharded.
+    - Tensor axes shard the classes whose sums move the fewest bytes per FLOP, at most one dimension
+      of each array: hidden features and heads before the width that layers share, as in
+      Megatron-LM. A split, slice, concatenation or sort along a dimension adds the bytes that its
+      parts move. Dimensions whose parts are used unsharded are not sharded.
     - Fully sharded axes take the largest other dimension of each matrix, and rows of lookup tables.
 
     Args:
       function: a loss or a forward pass on global arrays, without `jax.shard_map`.
-      params: any pytree of arrays or shapes.
-      batch: the same for data. Data axes shard its first dimension.
-      mesh: the mesh.
+      params: a pytree of arrays or shapes.
+      batch: likewise for data. Data axes shard its first dimension.
       roles: the role of mesh axes: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Other
         axes have roles by name (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
       target: described devices, as for `Layout.explain`. The loss and its gradient are compiled
-        with this map and with plain ones. The fastest that fits the memory is returned, this map
-        unless another is faster by 1%. None: this map is returned.
+        with the inferred map and with plain ones. The fastest map that fits the memory is returned;
+        the inferred one is kept unless another is faster by more than 1%. None: no comparison.
       show: called with each line of the reasons, such as `print`. A line that begins with `unsure`
-        names an operation that was not followed, does not divide or moves data, and its weights.
+        names an operation that was not followed or moves data, and its weights.
 
     Returns:
-      A `LayoutMap`, which you can edit. Layers share rules such as `layer_\d+/up`. If weights and
-      data share an axis, the compiler may shard activations like either. Then `results` has a rule
-      `"residual"`. Use `x = layout.constrain(x, "residual")` in loop bodies and before layers where
-      activations move.
+      A map to edit. Layers share rules such as `layer_\d+/up`. If weights and data share an axis,
+      the compiler may shard activations like the weights or the data. `results` then has a rule
+      `"residual"`: use `x = layout.constrain(x, "residual")` in loop bodies, and before layers
+      where activations move.
 
     Raises:
       ValueError: an axis of several devices without a role; a role of an unknown axis.

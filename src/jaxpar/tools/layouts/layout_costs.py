@@ -1,4 +1,4 @@
-"""Results of `Layout.explain`: costs by weight, and tried rules."""
+"""Results of `Layout.explain`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Cost:
     """The cost of one kind of collective for one weight in a step, on one device.
 
     Attributes:
-      path: of the weight; None: the collective is for no weight.
+      path: the weight's path; None for no weight.
       what: the moved array: the weight itself, its gradient (or new value), its product with data
         (a sum), or its input (its other factor).
-      collective: its kind and mesh axes, as in the timeline.
-      times: its number. Collectives for several weights count in shares.
-      bytes: sent by a device.
-      seconds: of transfer.
-      exposed: seconds without other work.
+      collective: mesh axes and kind, as in the timeline.
+      times: how often it runs. A collective for several weights counts in parts.
+      bytes: bytes that a device sends.
+      seconds: the time of transfer.
+      exposed: seconds in which the device only waits.
 
     Example:
       >>> Cost("w", "its gradient", "dp all-reduce", 1.0, 2.0**20, 2e-5, 1e-5).exposed
@@ -55,21 +55,21 @@ class Cost:
 @readable
 @dataclass(frozen=True)
 class TriedRule:
-    """A rule that shards other dimensions, compiled and simulated like the layout itself.
+    """A changed rule, compiled and simulated like the layout itself.
 
     Attributes:
-      rule: its key.
-      before: the spec of its arrays.
-      after: the tried spec.
-      cause: `"features of what is looked up"`: a lookup table's features are sharded over the
-        batch's axis, so activations move. The axis goes to the rows, or is dropped if it does not
-        divide them. Otherwise two dimensions are exchanged. `"at odds"`: the rule disagrees with
-        arrays that it is multiplied with. None: it is expensive.
-      disagrees: the dimension that the rule disagrees with, as text, or empty.
-      seconds: the step's time without the change, with all faster ones before it.
-      seconds_after: its time with the change.
-      moved: bytes of the rule's weights that a device sends.
-      moved_after: the same with the change.
+      rule: the rule's key.
+      before: the spec of the rule's arrays.
+      after: the tried spec: dimensions are exchanged, or the batch's axis leaves a lookup table's
+        features, for the rows if it divides them.
+      cause: why it was tried. `"features of what is looked up"`: a lookup table's features are
+        sharded over the batch's axis, so activations move. `"at odds"`: the rule disagrees with
+        arrays that its own are multiplied with. None: it is expensive.
+      disagrees: the dimension that it disagrees with, as text, or empty.
+      seconds: the step's time before the change, with all earlier changes that were faster.
+      seconds_after: the time with the change.
+      moved: bytes of the rule's weights that a device sends before the change.
+      moved_after: likewise, with the change.
 
     Example:
       >>> print(TriedRule("up", P("tp"), P(None, "tp"), None, "", 2e-4, 1e-4, 0.0, 0.0))
@@ -110,11 +110,11 @@ class LayoutCosts:
     """The predicted cost of a layout's step on a described chip, from `Layout.explain`.
 
     Attributes:
-      layout: on the target's mesh.
+      layout: the layout on the target's mesh.
       target: the described devices.
       program: the compiled step.
-      timeline: its simulated schedule.
-      costs: by weight, the most exposed first.
+      timeline: the simulated schedule.
+      costs: each weight's costs, the most exposed first.
       tried: the compiled changes of rules.
       plain: the step's seconds with plain maps that fit, `"fully sharded over all axes"` and
         `"replicated"`.
@@ -124,8 +124,8 @@ class LayoutCosts:
       >>> layout = LayoutMap({"w": ("tp", None)}).layout({"w": jnp.ones((8, 128))}, mesh)
       >>> x = jnp.ones((16, 8))
       >>> found = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
-      >>> [(cost.what, cost.collective) for cost in found.of("w")]
-      [('the weight', 'tp all-gather')]
+      >>> found.of("w")[0].collective
+      'tp all-gather'
     """
 
     layout: Layout
@@ -138,7 +138,7 @@ class LayoutCosts:
 
     @property
     def flagged(self) -> tuple[TriedRule, ...]:
-        """Returns faster changes, and changes of disagreeing rules."""
+        """Returns tried changes that are faster, or whose rule disagrees with others."""
         return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:

@@ -260,7 +260,6 @@ class Steps(Classes):
 
 
 def fits(shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
-    """Returns whether an operand broadcasts to the result."""
     return not shape or (
         len(shape) == len(out) and all(a in (1, b) for a, b in zip(shape, out, strict=True))
     )

@@ -181,11 +181,7 @@ class Members:
         return found, layout
 
     def _by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
-        """Returns a lookup table's change from features to rows, or None.
-
-        The result has the table's features and the batch's rows. One axis cannot shard both, so
-        activations would move in each layer.
-        """
+        """Returns a lookup table's change from features to rows, or None."""
         path, flow = _path(layout, rule), self.seen.flow
         own = {array.path for array in layout.values() if array.rule == rule} - self.following
         if not own or not own <= flow.looked_up:
@@ -231,7 +227,6 @@ class Members:
         return candidate._replace(cause="at odds", disagrees=text), other
 
     def _disagrees(self, layout: Layout, candidate: RuleCandidate, dims: tuple[int, int]) -> str:
-        """Returns the dimension that conflicts with its class."""
         path, members = _path(layout, candidate.rule), self.of(layout)
         for dim in dims:
             one = self.seen.classes[path][dim]

@@ -110,7 +110,6 @@ class TracedDims:
         return {one for own in used.values() if len(own) > 2 for one in own}
 
     def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
-        """Notes cuts of sharded and of unsharded dimensions."""
         sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
         for cut in self.flow.cuts:
             one = self.flow.of(cut.before)
@@ -144,7 +143,6 @@ class TracedDims:
         return chosen
 
     def _are_apart(self, some: Sequence[int], others: Sequence[int]) -> bool:
-        """Returns whether an array has dimensions of both."""
         return any((one, other) in self.apart for one in some for other in others)
 
     def _cost(self, chosen: Sequence[int], count: int) -> float:

@@ -1,4 +1,4 @@
-"""Arrays of a traced program that do not depend on its arguments."""
+"""Constants of a traced program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,6 @@ _SAME = {"copy", "copy_p", "device_put", "optimization_barrier", "pvary", "shard
 
 
 def value_of(atom: Atom, known: Known) -> np.ndarray | None:
-    """Returns an array independent of the program's arguments."""
     if isinstance(atom, core.Literal):
         return _as_array(atom.val)
     return known.get(atom)

@@ -78,7 +78,6 @@ class Instruction:
         return tuple(inner for i in found for inner in (i, *i.inside))
 
     def called_as(self, role: str) -> "Computation":
-        """Returns the called `"body"` or `"condition"`."""
         name = self.after(f"{role}=%")
         return next(computation for computation in self.called if computation.name == name)
 
@@ -103,7 +102,6 @@ class Instruction:
         return '"is_sync":true' in self.attributes
 
     def after(self, key: str) -> str:
-        """Returns the word behind `key`."""
         _, _, rest = self.attributes.partition(key)
         word = _WORD.match(rest)
         return word.group().rstrip(",") if word else ""

@@ -24,10 +24,10 @@ class LiveArray:
     """An array that is in memory at a program's peak.
 
     Attributes:
-      bytes: on one device.
-      array: its dtype and local shape.
-      what: the argument that it is, or the operation that made it.
-      line: the innermost distinctive line, possibly a framework's, or None.
+      bytes: bytes on one device.
+      array: dtype and local shape.
+      what: the argument, or the operation that made the array.
+      line: the innermost line outside of jaxpar and wrappers, possibly a framework's; or None.
       phase: `"argument"`, `"forward"`, `"backward"` or `"recomputation"`.
 
     Example:

@@ -100,7 +100,6 @@ class Origins:
         return not any(map(_is_collective, named))
 
     def is_written(self, name: str, collective: str) -> bool:
-        """Returns whether the traced program has this collective."""
         return any(_lax_name(one) == collective for one in self._primitives(name))
 
     def is_started(self, name: str) -> bool:

@@ -40,9 +40,9 @@ class Line:
     """A line of source code.
 
     Attributes:
-      file: its path.
-      number: from 1.
-      function: its function; `"<module>"` outside of functions.
+      file: the file's path.
+      number: the line's number, from 1.
+      function: the function around it; `"<module>"` outside of functions.
 
     Example:
       >>> print(Line("/home/me/model.py", 12, "attend"))
@@ -197,7 +197,6 @@ def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
 
 
 def chain_text(chain: Sequence[Line], own: Line | None) -> str:
-    """Returns text such as `a.py:28 < b.py:14 in f`."""
     return " < ".join(str(line) if line == own else line.short for line in chain)
 
 

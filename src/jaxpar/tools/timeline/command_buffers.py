@@ -15,7 +15,6 @@ from jaxpar.tools.timeline.planes import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:
-    """Returns what ran, with instructions' names."""
     ran = sorted(ran, key=lambda one: one.start)
     launches: dict[tuple[str, int], list[int]] = {}  # indices into `ran`, by launch of a buffer
     for place, one in enumerate(ran):

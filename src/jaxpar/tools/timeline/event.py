@@ -10,27 +10,40 @@ Kind = Literal["compute", "transfer", "copy", "wait"]
 class Event:
     """An interval on one row of a timeline.
 
-    `kind` is `compute`, `transfer` (a collective), `copy` (between memories) or `wait` (nothing
-    computes until a transfer or a copy arrives).
+    Attributes:
+      name: the HLO instruction.
+      op: the operation of the traced program.
+      kind: `"compute"`, `"transfer"` (a collective), `"copy"` (between memories) or `"wait"`
+        (nothing computes until a transfer or a copy arrives).
+      row: `"compute"`, or where a copy or transfer goes, as `"memory"` or `"tp +1"`.
+      start: seconds from the start of the run.
+      end: likewise.
+      bytes: bytes that one device sends.
+      synchronous: whether no other work overlaps with it.
+      covers: matmuls between a transfer's start and done.
+      is_matmul: whether it is a matmul.
+      queued: seconds for which a transfer's links were busy.
+      latency: a transfer's seconds besides those of its bytes.
+      links: a transfer's mean number of links per device.
 
     Example:
       >>> Event("dot.1", "jit(f)/dot_general", "compute", "compute", 0.0, 2e-6).seconds
       2e-06
     """
 
-    name: str  # of the HLO instruction
-    op: str  # the operation of the traced program
+    name: str
+    op: str
     kind: Kind
-    row: str  # "compute", or where a copy or a transfer goes, such as "memory" or "tp +1"
-    start: float  # seconds
+    row: str
+    start: float
     end: float
-    bytes: float = 0.0  # sent by one device
-    synchronous: bool = False  # a transfer that no other work overlaps with
-    covers: tuple[str, ...] = ()  # matmuls between a transfer's start and its done
+    bytes: float = 0.0
+    synchronous: bool = False
+    covers: tuple[str, ...] = ()
     is_matmul: bool = False
-    queued: float = 0.0  # seconds for which a transfer's links were busy
-    latency: float = 0.0  # seconds of a transfer besides those of its bytes
-    links: float = 0.0  # how many a device sends a transfer over, on average
+    queued: float = 0.0
+    latency: float = 0.0
+    links: float = 0.0
 
     @property
     def seconds(self) -> float:

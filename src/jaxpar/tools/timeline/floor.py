@@ -1,4 +1,4 @@
-"""Floors: times of computation or transfers that no schedule beats."""
+"""Times that no schedule beats."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class Floor:
     """Two lower limits of a time, in seconds. No schedule beats the longer one.
 
     Attributes:
-      compute: all computation.
-      transfer: all bytes over all of a device's links to its group.
-      one_ring: all bytes over two links, one in each direction, the limit of a single ring; 0 for a
-        program.
+      compute: all computation alone.
+      transfer: all bytes alone, over all of a device's links to its group.
+      one_ring: all bytes over the two links of a single ring; 0 for a program.
 
     Example:
       >>> Floor(compute=2e-3, transfer=1e-3).total
@@ -69,28 +68,26 @@ def matmul_floor(
     dtype: Any = jnp.bfloat16,
     grad: bool = False,
 ) -> Floor:
-    """Returns the floor of an overlapped matmul: its computation alone or its bytes alone.
+    """Returns lower limits of an overlapped matmul's time: computation alone, transfers alone.
+
+    The matmul is compiled in one piece. Transfers use as many links as the device with the fewest
+    has to its group; a GPU has one port.
 
     Args:
       target: from `jaxpar.schedule.target`.
       subscripts: the local einsum, as in `"mk,kn->mn"`.
-      lhs: local shape of the left operand, gathered.
-      rhs: local shape of the right operand, gathered.
-      sent_bytes: sent by one device in the forward pass: `(n - 1) / n` of the gathered operand, or
-        of the result before its scatter.
+      lhs: shape of the left operand on one device, after a gather.
+      rhs: likewise.
+      sent_bytes: bytes that one device sends in the forward pass: `(n - 1) / n` of the gathered
+        operand, or of the result before its scatter.
       axis: the mesh axes of the gather or scatter. None: one ring.
-      dtype: of operands and result.
+      dtype: the dtype.
       grad: counts three matmuls and twice the bytes.
-
-    Returns:
-      A `Floor`. The matmul is compiled in one piece. Transfers use the fewest links that a device
-      has to its group; a GPU has one port.
 
     Raises:
       ValueError: no figures of the chip; subscripts that do not fit the shapes.
 
     Example:
-      >>> from jaxpar.schedule import matmul_floor, target
       >>> floor = matmul_floor(target("v5e:2x2"), "mk,kn->mn", (1024, 512), (512, 1024), 0.0)
       >>> floor.total == floor.compute > 0
       True
@@ -127,27 +124,23 @@ def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
 def program_floor(
     program: CompiledProgram, played: Timeline | None = None, chip: Chip | None = None
 ) -> Floor:
-    """Returns the floor of a program: its FLOPs at peak or its bytes over all links.
+    """Returns lower limits of a program's time: FLOPs at peak, and bytes over all links.
+
+    FLOPs are those of the traced or the compiled matmuls, whichever are fewer. Operands of 32 bits
+    count at the peak of 16 bits, operands of 8 bits at twice that peak. On GPUs only half the bytes
+    of a sum count, as the switch may do the addition.
 
     Args:
       program: from `compile_for`.
-      played: its timeline, if you have it already.
+      played: the program's timeline, if known.
       chip: figures instead of the target's.
-
-    Returns:
-      A `Floor`. FLOPs are those of the traced or the compiled matmuls, whichever are fewer.
-      Operands of 32 bits count at the peak of 16 bits, operands of 8 bits at twice that peak. Half
-      of a sum's bytes count on GPUs, whose switch may add.
 
     Raises:
       ValueError: no figures of the chip, and none given.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, program_floor, target
       >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=P("tp"))
-      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
-      ...     out_specs=P(None), check_vma=False)
-      >>> program_floor(compile_for(gather, target("v5e:2x2"), x)).compute
+      >>> program_floor(compile_for(jnp.sin, target("v5e:2x2"), x)).total
       0.0
     """
     chip = figures_of(program.target, chip)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def impossible(why: str, text: str) -> RuntimeError:
-    """Returns an error that names the saved program."""
     file = Path(tempfile.mkdtemp(prefix="jaxpar-report-")) / "program.txt"
     file.write_text(text)
     return RuntimeError(

@@ -20,14 +20,14 @@ Cells = tuple[str, str, str, str]  # predicted, measured, ratio, name
 @readable
 @dataclass(frozen=True)
 class MeasuredInstruction:
-    """The predicted and the measured time of one instruction in a step, over all its runs.
+    """Predicted and measured time of all runs of one instruction in a step.
 
     Attributes:
-      name: of the instruction.
-      kind: as of an `Event`. A transfer and the wait for it are two entries.
-      line: the user's line that it comes from; may be None.
-      predicted: simulated seconds; None without such an event.
-      measured: seconds in the trace; None without such an event.
+      name: the instruction's name.
+      kind: as for `Event`. A transfer and the wait for it are two entries.
+      line: the user's line that it comes from, or None.
+      predicted: simulated seconds, or None.
+      measured: seconds in the trace, or None.
 
     Example:
       >>> MeasuredInstruction("fusion.1", "compute", None, predicted=2e-6, measured=3e-6).ratio

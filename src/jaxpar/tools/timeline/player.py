@@ -1,4 +1,4 @@
-"""Simulates operations on a model of a chip, with clocks for computation and links."""
+"""Simulates operations on a model of a chip."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -43,15 +43,15 @@ ON_VECTORS = 2.25 * 8 * 128
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of a timeline about quantities that depend on data.
+    """Assumptions about quantities that depend on data.
 
     Attributes:
-      sent_rows: the most rows that a ragged all-to-all sends, with those that stay; None: all of
-        its operand.
-      grouped_rows: the most rows that a TPU's grouped matmul (`lax.ragged_dot`) multiplies; None:
+      sent_rows: the most rows that a ragged all-to-all sends, including those that stay on the
+        device. None: all rows of its operand.
+      grouped_rows: the most rows that a TPU's grouped matmul (`lax.ragged_dot`) multiplies. None:
         all.
-      trips: iterations of loops of unknown length, by a part of the operation's name (see
-        `jax.named_scope`); the first that fits. Other loops run once, and
+      trips: iterations of loops of unknown length. A key is a part of the operation's name (see
+        `jax.named_scope`); the first that fits counts. Other loops run once, and
         `Timeline.loops_of_unknown_length` names them.
 
     Example:

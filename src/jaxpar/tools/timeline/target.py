@@ -1,4 +1,4 @@
-"""Targets: described TPU slices and GPU hosts with a mesh."""
+"""Described devices with a mesh."""
 
 from __future__ import annotations
 
@@ -53,12 +53,11 @@ class Target:
     """Described devices to compile for.
 
     Attributes:
-      name: as given to `target`.
-      mesh: a `jax.sharding.Mesh`.
+      name: the argument of `target`.
+      mesh: the devices' mesh.
       chip: figures of one device, or None.
 
     Example:
-      >>> from jaxpar.schedule import target
       >>> target("v5e:2x2").platform
       'tpu'
     """
@@ -138,9 +137,9 @@ def target(
     Args:
       name: for TPU a generation and a slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; slices
         that libtpu knows). For GPU a name and a number as in `"h100:8"`, or hosts x devices per
-        host as in `"h100:4x8"`. The CUDA plugin describes the GPUs, by names such as `"h100-pcie"`.
-        With jax 0.10 only a100, h100, h200 and b200 work. `"here"` means `jax.devices()`; CPUs have
-        no figures.
+        host as in `"h100:4x8"`. GPU names are those of the CUDA plugin, such as `"h100-pcie"`; with
+        jax 0.10 only a100, h100, h200 and b200. `"here"` means `jax.devices()`; CPUs have no
+        figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
       figures: `"measured"` uses links fitted to public measurements (TPUs except v4, networks of
@@ -151,11 +150,10 @@ def target(
       A `Target`. Described devices cannot run anything.
 
     Raises:
-      ImportError: the compiler is not installed; the message names its extra.
+      ImportError: the compiler is not installed; the message names the pip extra.
       ValueError: an unknown chip or slice; axes that do not fit the devices; unknown `figures`.
 
     Example:
-      >>> from jaxpar.schedule import target
       >>> dict(target("v5p:8x8x8", "dp=64,tp=8").mesh.shape)
       {'dp': 64, 'tp': 8}
 

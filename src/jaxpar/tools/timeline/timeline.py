@@ -1,7 +1,4 @@
-"""Compiled programs and their timelines.
-
-Time is *exposed* while a device only waits for a transfer.
-"""
+"""Compiled programs and their timelines."""
 
 from __future__ import annotations
 
@@ -49,6 +46,13 @@ _ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for one 
 class Memory:
     """Bytes of HBM on one device, as the compiler planned them.
 
+    Attributes:
+      arguments: all arguments.
+      outputs: all results.
+      temporaries: intermediate results.
+      aliased: outputs in the place of donated arguments.
+      peak: the most at a time; an upper bound if the program keeps arrays on the host.
+
     Example:
       >>> Memory(arguments=8, outputs=4, temporaries=0, aliased=4, peak=8).peak
       8
@@ -57,8 +61,8 @@ class Memory:
     arguments: int
     outputs: int
     temporaries: int
-    aliased: int  # outputs in the place of donated arguments
-    peak: int  # an upper bound if the program keeps arrays on the host
+    aliased: int
+    peak: int
 
 
 @readable
@@ -66,19 +70,28 @@ class Memory:
 class CompiledProgram:
     """A program compiled for a target.
 
+    Attributes:
+      target: the described devices.
+      text: the scheduled HLO.
+      memory: the planned bytes.
+      seconds: seconds of tracing and compiling.
+      jaxpr: the traced program, a `ClosedJaxpr`.
+      function: the function, to compile it again; None if unknown.
+      args: its arguments.
+      compiler_options: its options.
+      cache: the folder of compiled programs, or None.
+
     Example:
-      >>> from jaxpar.schedule import compile_for, target
       >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
       >>> compile_for(jnp.sin, target("v5e:2x2"), x).memory.arguments
       1024
     """
 
     target: Target
-    text: str = field(repr=False)  # scheduled HLO
+    text: str = field(repr=False)
     memory: Memory
-    seconds: float  # tracing and compiling
-    jaxpr: Any = field(repr=False)  # the traced program, a ClosedJaxpr
-    # Its source, to compile it again with changes.
+    seconds: float
+    jaxpr: Any = field(repr=False)
     function: Any = None
     args: tuple[Any, ...] = field(default=(), repr=False)
     compiler_options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -118,26 +131,20 @@ def compile_for(
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec` will do);
         without one the compiler chooses. A plain `fn` gets leaves that are not arrays, such as
-        functions, unchanged; in its results they become None.
+        functions, unchanged. In results, such leaves become None.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` knows of them. None:
-        those of `jaxpar.compiler_options(target)`; `{}`: none. A function of `jaxpar.jit` keeps its
-        own besides.
-      cache: a folder for compiled programs, by program, devices, options and versions; None: no
-        cache.
-
-    Returns:
-      A `CompiledProgram`.
+        those of `jaxpar.compiler_options(target)`; `{}`: none. A `jaxpar.jit` function also keeps
+        its own options.
+      cache: a folder for compiled programs, by program, devices, options and versions.
 
     Raises:
-      Exception: any error of tracing or the compiler.
+      ValueError: a sharding on other devices than the target's.
+      Exception: errors of tracing and of the compiler.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, target
-      >>> v5e = target("v5e:2x2")
       >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=P("tp"))
-      >>> compile_for(jax.shard_map(lambda x: ring_shift(x, "tp"), in_specs=P("tp"),
-      ...     out_specs=P("tp")), v5e, x).text.count("collective-permute-done(")
-      1
+      >>> "all-reduce" in compile_for(jnp.sum, target("v5e:2x2"), x).text
+      True
     """
     start = time.perf_counter()
     options = options_of(target) if compiler_options is None else compiler_options
@@ -285,12 +292,24 @@ def _memory(text: str, *, peak: int, **sizes: int) -> Memory:
 class Timeline:
     """A program's schedule on one device, simulated or measured, in seconds.
 
-    `timeline` and `read_trace` return it. `estimate` is the source of compute times: "the
-    compiler's cycles", "XLA's measured tables", "roofline" or "measured". "and rooflines" follows
-    if tables lack more than a twentieth of the total.
+    Attributes:
+      events: intervals of computation, transfers, copies and waits.
+      total: the step's time.
+      compute: time in compute instructions.
+      exposed: time in which the device only waits for transfers, also synchronous ones.
+      transfer: time with at least one transfer under way.
+      sent_bytes: bytes that one device sends.
+      link_utilisation: the mean share of `total` that a used link is busy.
+      peak_bytes: bytes of HBM at the peak.
+      estimate: the source of compute times: `"the compiler's cycles"`, `"XLA's measured tables"`,
+        `"roofline"` or `"measured"`. `"and rooflines"` is appended if more than 5% of `total` is
+        in no table.
+      loops_of_unknown_length: loops whose length is neither known nor assumed; each runs once.
+      kernels_of_unknown_cost: kernels of which only bytes are known: figures are lower limits.
+      runs: the time of each run in the trace, if measured.
+      at_peak: time of the program's FLOPs at the chip's peak, if simulated.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, target, timeline
       >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
       >>> timeline(compile_for(jnp.sin, target("v5e:2x2"), x)).hidden_share  # of no transfers
       1.0
@@ -298,18 +317,17 @@ class Timeline:
 
     events: tuple[Event, ...]
     total: float
-    compute: float  # in compute instructions
-    exposed: float  # only waiting for transfers, also synchronous ones
-    transfer: float  # with at least one transfer under way
-    sent_bytes: float  # by one device
-    link_utilisation: float  # mean share of the total time that a used link is busy
-    peak_bytes: int  # of HBM
-    estimate: str  # see above
-    loops_of_unknown_length: tuple[str, ...]  # nor assumed: each runs once
-    # Only their bytes are known: every figure is a lower limit.
+    compute: float
+    exposed: float
+    transfer: float
+    sent_bytes: float
+    link_utilisation: float
+    peak_bytes: int
+    estimate: str
+    loops_of_unknown_length: tuple[str, ...]
     kernels_of_unknown_cost: tuple[str, ...] = ()
-    runs: tuple[float, ...] = ()  # seconds of each run in the trace, if measured
-    at_peak: float = inf  # seconds of the program's FLOPs at the chip's peak, if simulated
+    runs: tuple[float, ...] = ()
+    at_peak: float = inf
 
     @property
     def hidden_share(self) -> float:
@@ -318,7 +336,7 @@ class Timeline:
 
     @property
     def is_least(self) -> bool:
-        """Returns whether part of a loop or kernel is missing."""
+        """Returns whether `total` is only a lower limit: part of a loop or kernel is missing."""
         return bool(self.loops_of_unknown_length or self.kernels_of_unknown_cost)
 
     @property
@@ -334,37 +352,26 @@ def timeline(
 ) -> Timeline:
     """Simulates a compiled program's schedule on a model of its chip.
 
-    The compiler sets the order of instructions. A TPU's matmul takes the compiler's cycles, up to a
-    limit from its bytes and FLOPs. A pass over memory takes the time of its bytes. GPU matmuls and
-    collectives take XLA's measured times if the CUDA plugin has them, otherwise a roofline: the
-    longer of FLOPs at peak and bytes at full speed. A kernel's FLOPs and bytes come from its
-    estimate or its jaxpr. On TPU its vector operations are a lower limit. In a grouped matmul, a
-    tile that two groups share counts twice. A transfer takes its start, a latency per hop, and its
-    bytes over its links' bandwidth. Transfers that share a link run one by one. They take no memory
-    bandwidth, and on a SparseCore no compute, because their contention is not published.
+    A TPU's matmul takes the compiler's cycles, but at most a time computed from its bytes and
+    FLOPs. GPU matmuls and collectives take XLA's measured times if the CUDA plugin has them, else a
+    roofline: the longer of FLOPs at peak and bytes at full speed. The model gives transfers no
+    memory bandwidth and, on a SparseCore, no compute: contention is not published. The guide "How
+    predictions are made" has all rules.
 
     Args:
       program: from `compile_for`.
       chip: figures instead of the target's, as from `dataclasses.replace(program.target.chip)`.
-      assumed: what depends on data. By default ragged operations use all rows, and loops of
-        unknown length run once.
-
-    Returns:
-      A `Timeline`, predicted and not measured.
+      assumed: sizes and trip counts that depend on data.
 
     Raises:
       ValueError: no figures of the chip, and none given.
       RuntimeError: a prediction below the program's floor, or a transfer faster than its links: a
-        fault of jaxpar. The message names a file with the program's text, for a report.
+        fault of jaxpar. The message names a file for a report.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, target, timeline
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
-      ...     out_specs=P(None), check_vma=False)
-      >>> played = timeline(compile_for(gather, target("v5e:2x2"), x))
-      >>> played.sent_bytes == 1024 * 1024 * 2 * 3 / 4, [event.row for event in played.transfers]
-      (True, ['tp all-gather'])
+      >>> timeline(compile_for(lambda x: x @ x, target("v5e:2x2"), x)).transfers[0].row
+      'tp all-gather'
     """
     chip = figures_of(program.target, chip)
     links = Links(program.target.mesh, chip)
@@ -421,7 +428,6 @@ def _estimate(chip: Chip, beyond: float) -> str:
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Returns seconds with an event under way."""
     total, reached = 0.0, 0.0
     for start, end in sorted((e.start, e.end) for e in events):
         total += max(0.0, end - max(start, reached))

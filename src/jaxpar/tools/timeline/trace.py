@@ -38,9 +38,9 @@ def read_trace(
 ) -> Timeline:
     """Reads one run of a program on one device from a trace of `jax.profiler`.
 
-    With `program`, transfers have mesh axes and bytes. Without it, rows name collectives but no
-    axes. On TPU the core's time in collectives is waiting. On GPU and CPU a collective's time is
-    waiting while nothing computes.
+    With `program`, transfers have mesh axes and bytes. Without it, rows name only collectives. On
+    TPU, time that the core spends in collectives counts as waiting. On GPU and CPU, a collective's
+    time counts as waiting while nothing computes.
 
     Args:
       folder: the argument of `jax.profiler.trace`, or a file in it. The newest recording is read.
@@ -49,23 +49,19 @@ def read_trace(
       run: which run, from 0; by default the one of median length.
 
     Returns:
-      A `Timeline` in seconds from the start of the run. Its `runs` are the lengths of all runs.
+      A `Timeline` from the start of the run.
 
     Raises:
       ValueError: no trace in the folder; an unknown device or run; no instruction of the program.
-      TypeError: `program` is not from `compile_for`.
 
     Example:
-      >>> from jaxpar.schedule import compile_for, read_trace, target
-      >>> gather = jax.shard_map(lambda x: lax.all_gather(x, "tp", tiled=True), in_specs=P("tp"),
-      ...     out_specs=P(None), check_vma=False)
       >>> here = target("here")
-      >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
       >>> with jax.set_mesh(here.mesh), jax.profiler.trace(folder):
-      ...     y = jax.block_until_ready(jax.jit(gather)(jax.device_put(jnp.ones(1024), P("tp"))))
-      >>> measured = read_trace(folder, compile_for(gather, here, x))
+      ...     x = jax.device_put(jnp.ones(1024), P("tp"))
+      ...     y = jax.block_until_ready(jax.jit(jnp.sum)(x))
+      >>> measured = read_trace(folder, compile_for(jnp.sum, here, x))
       >>> measured.estimate, [event.row for event in measured.transfers]
-      ('measured', ['tp all-gather'])
+      ('measured', ['tp all-reduce'])
     """
     if program is not None and not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
