@@ -17,7 +17,7 @@
 # # 5. Data parallelism
 #
 # The model is a tiny language model. It predicts the next word from the current one. Eight
-# devices share its batch. Times on eight CPU devices say nothing about speed.
+# devices share its batch. Nothing here measures speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -141,8 +141,8 @@ assert abs(mean_of_means(params, batch) - expected[0]) > 0.01
 
 # %% [markdown]
 # Return the *sum* and the *count* from the local loss instead. `mean_value_and_grad` adds both over
-# the axis and divides. It sums each gradient over the devices in one collective, after the backward
-# pass.
+# the axis and divides. After the backward pass it sums over the devices, with one collective for
+# each gradient.
 
 
 # %%
@@ -157,7 +157,7 @@ check(step(params, batch))
 print(f"loss on eight devices {step(params, batch)[0]:.4f}")
 
 # %% [markdown]
-# ## 3. Microbatches and one reduction
+# ## 3. Microbatches and buckets
 #
 # Activations of a large batch may not fit into memory. `microbatches=2` computes one half at a
 # time, accumulates gradients on each device, and sums them over the devices at the end.
@@ -259,7 +259,7 @@ def train(step, params):
 def step_outside(params, batch):  # differentiates outside, for comparison
     @jax.shard_map(mesh=mesh, in_specs=(P(), BATCH_SPECS), out_specs=P())
     def loss(params, batch):
-        # mean_loss adds both over the axis and divides
+        # mean_loss adds sum and count over the axis, and divides
         return mean_loss(*sum_and_count(params, batch), "dp")
 
     return jax.value_and_grad(loss)(params, batch)

@@ -179,7 +179,7 @@ assert by_hand.backward["psum_scatter"] == LAYERS  # both matrices in one collec
 # ## 3. `fsdp_linear`: gathers again in the backward pass
 #
 # `fsdp_linear` replaces a matmul. Its residuals are the input and the *shard*, so the backward pass
-# gathers the weight again. If you name a mode, as in `Axis("fsdp", mode="bidirectional")`, blocks
+# gathers the weight again. With `Axis("fsdp", mode="bidirectional")` in place of `"fsdp"`, blocks
 # of a weight travel while others are multiplied.
 
 
@@ -204,8 +204,8 @@ assert with_linear.backward["all_gather"] == 2 * LAYERS
 # ## 4. `fsdp_scan`: gathers again, for a stack of layers
 #
 # `fsdp_scan` replaces `lax.scan`. The block stays unchanged: it receives full weights. The scan
-# gathers them in both passes. The residuals are the shards and each layer's input. The backward
-# pass computes each layer's forward pass again.
+# gathers them in both passes. The residuals are only the shards and each layer's input, so the
+# backward pass computes each layer's forward pass again.
 
 
 # %%
@@ -334,8 +334,8 @@ np.testing.assert_allclose(norm, optax.global_norm(expected[1]), rtol=1e-4)
 # %% [markdown]
 # ## 7. A prediction for TPU
 #
-# These times are predicted, not measured. Two layers run forward and backward on four v5p chips,
-# compiled by jax 0.10.2.
+# These times are predicted, not measured. The program is two layers, forward and backward, compiled
+# by jax 0.10.2 for four v5p chips.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "fsdp=4")
@@ -372,7 +372,7 @@ assert abs(scan_time / checkpoint_time - 1) < 0.1
 # - Use `fsdp_linear` or `fsdp_scan`: they gather again instead of saving weights.
 # - `fsdp_scan` needs no change in the layer. A checkpointed scan by hand sends and saves the same
 #   bytes.
-# - FSDP stores an eighth of the matrices. With the second gather it sends 1.5 times the bytes of
-#   data parallelism.
+# - Each device stores an eighth of the matrices. With the second gather it sends 1.5 times the
+#   bytes of data parallelism.
 #
 # Next: [tensor parallelism](07_tensor_parallel.ipynb).

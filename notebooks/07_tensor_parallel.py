@@ -207,7 +207,7 @@ assert by_sequence.forward_bytes == replicated.forward_bytes
 assert by_sequence.residual_bytes == replicated.residual_bytes
 
 # %% [markdown]
-# On CPU both versions save the same bytes for the backward pass. With
+# With the default mode on CPU, both versions save the same bytes for the backward pass. With
 # `Axis("tp", mode="bidirectional")` the second version saves only the shard of `x`. Between regions
 # a sharded sequence needs less memory, and less work for norms.
 #
@@ -294,7 +294,7 @@ jax.tree.map(check, (loss, gradients), expected)
 print(f"loss on eight devices {loss:.4f}, on one device {expected[0]:.4f}")
 
 # %% [markdown]
-# JAX also sums the norms' gradients over the devices.
+# The norms are replicated, so JAX sums their gradients over the devices.
 #
 # ## 6. A prediction for TPU
 #
@@ -338,10 +338,10 @@ assert saved > 0.2 * times["by hand"]
 
 # %% [markdown]
 # With `mode="bidirectional"`, `column_parallel_linear` and `row_parallel_linear` send blocks around
-# a ring while others are multiplied. The default scatters in four chunks instead. The compiler of
+# a ring while others are multiplied. The default scatters in four chunks here. The compiler of
 # jax 0.10.2, which made the output above, joins them into one all-reduce after the last matmul. So
 # name a mode with jax 0.10.2: `Axis("tp", mode="bidirectional")`. With jax 0.12.0.1 the default
-# overlaps, so keep it, as in [notebook 4](04_overlapped_matmuls.ipynb):
+# overlaps, so keep it:
 #
 # | predicted us | by hand | default | bidirectional |
 # |---|---|---|---|

@@ -264,13 +264,14 @@ for fsdp, tp in ((8, 1), (4, 2), (2, 4), (1, 8)):
     print(f"{name}: {over_fsdp / 1024:.0f} KiB of weights, {over_tp / 1024:.0f} KiB of activations")
 
 # %% [markdown]
-# Here `fsdp=4,tp=2` sends the fewest bytes forward.
+# Here `fsdp=4,tp=2` sends the fewest bytes forward, not the `fsdp=2,tp=4` of this notebook.
 #
 # ## 5. Without a stack of layers
 #
-# If layers are not stacked, each can gather its own weights over `fsdp`. Give a linear layer
-# `fsdp_axis=` and `fsdp_dim=`, the dimension that `fsdp` shards. If you name a mode, as in
-# `Axis("fsdp", mode="bidirectional")`, blocks of a weight travel while others are multiplied.
+# If layers are not stacked, each can gather its own weights over `fsdp`. Give
+# `column_parallel_linear` or `row_parallel_linear` `fsdp_axis=` and `fsdp_dim=`, the dimension that
+# `fsdp` shards. With `fsdp_axis=Axis("fsdp", mode="bidirectional")`, blocks of a weight travel
+# while others are multiplied.
 
 # %%
 layer = {name: params["layers"][name][0] for name in ("up", "down")}
@@ -333,8 +334,8 @@ plt.show()
 # - Use specs with both axes, put the tensor-parallel block into `fsdp_scan`, and give both axes to
 #   `mean_value_and_grad`.
 # - Count the bytes over both axes before you choose the sizes.
-# - Put `tp` last in the mesh: on TPU its devices are then neighbours. A layer waits for
-#   activations, but weights can be gathered earlier.
+# - Put `tp` last in the mesh: on TPU its devices are then neighbours. This matters more for `tp`: a
+#   layer waits for activations, but weights can be gathered earlier.
 #
 # Next: [experts](09_expert_dispatch.ipynb). [Notebook 13](13_layouts.ipynb) states all specs of a
-# model once.
+# model in one place.
