@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "exercises.md").read_text()
+PAGE = (Path(__file__).parents[1] / "notebooks" / "exercises.md").read_text()
 FIRST, *EXERCISES = re.split(r"^## ", PAGE, flags=re.MULTILINE)
 
 

@@ -23,7 +23,7 @@ PLACES = {"docs/index.md": "index.html", "README.md": "overview/index.html"}
 PAGES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"),
     *("docs/*.md", "docs/*.png", "docs/api/*.md", "docs/questions/*.md", "docs/questions/*.png"),
-    *("notebooks/README.md", "notebooks/*.ipynb"),
+    *("notebooks/*.md", "notebooks/*.ipynb"),
     *("benchmarks/*.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
     *("benchmarks/*.py", "benchmarks/language_model/*.py", "examples/*.py"),
     *("src/jaxpar/layout/README.md", "src/jaxpar/ring/README.md"),
