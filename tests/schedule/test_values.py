@@ -20,7 +20,7 @@ PARAMETERS = """
   %x = f32[4,4] parameter(2), metadata={op_name="args[0]"}
 """
 DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-NO_WEIGHT = {None: (None, 1.0)}
+NO_WEIGHT = {(None, None): 1.0}
 GROUPS = "replica_groups={{0,1}}"
 
 
@@ -40,7 +40,7 @@ def test_a_weight_that_is_gathered_after_it_was_moved():
   %gathered = bf16[4,4] all-gather(%narrow), {GROUPS}, dimensions={{0}}
   ROOT %y = f32[4,4] dot(%x, %gathered), {DIMS}
 """)
-    assert found.of("gathered") == {"w": ("the weight", 1.0)}
+    assert found.of("gathered") == {("w", "the weight"): 1.0}
     assert found.of("y") == NO_WEIGHT == found.of("nothing")
 
 
@@ -56,9 +56,19 @@ def test_products_and_inputs():
   %kept = f32[4,4] tanh(%product)
   ROOT %loss = f32[4,4] all-reduce(%kept), {GROUPS}, to_apply=%add
 """)
-    assert found.of("all") == {"w": ("its input", 1.0)}
-    assert found.of("summed") == {"w": ("its product", 1.0)}
+    assert found.of("all") == {("w", "its input"): 1.0}
+    assert found.of("summed") == {("w", "its product"): 1.0}
     assert found.of("loss") == NO_WEIGHT  # the sum of what is no product any more
+
+
+def test_a_weight_that_is_gathered_with_its_input():
+    found = causes(f"""
+  %both = (f32[4,4], f32[4,4]) all-gather(%x, %w), {GROUPS}, dimensions={{0}}
+  %input = f32[4,4] get-tuple-element(%both), index=0
+  %weight = f32[4,4] get-tuple-element(%both), index=1
+  ROOT %y = f32[4,4] dot(%input, %weight), {DIMS}
+""")
+    assert found.of("both") == {("w", "its input"): 0.5, ("w", "the weight"): 0.5}
 
 
 def test_gradients_that_are_summed_together_have_shares_of_their_own():
@@ -79,9 +89,9 @@ def test_gradients_that_are_summed_together_have_shares_of_their_own():
         results=["w", "v"],
     )
     assert found.of("both") == {
-        "w": ("its gradient", 0.25),
-        "v": ("its gradient", 0.25),
-        None: (None, 0.5),
+        ("w", "its gradient"): 0.25,
+        ("v", "its gradient"): 0.25,
+        (None, None): 0.5,
     }
 
 
@@ -119,9 +129,9 @@ def test_loops_carry_weights_and_what_becomes_of_them():
         LOOP,
         results=["w"],
     )
-    assert found.of("whole") == {"v": ("the weight", 1.0)}
+    assert found.of("whole") == {("v", "the weight"): 1.0}
     # What the loop carries becomes w's new value.
-    assert found.of("added") == {"w": ("its gradient", 1.0)}
+    assert found.of("added") == {("w", "its gradient"): 1.0}
 
 
 def test_branches_and_fusions():
@@ -150,8 +160,8 @@ def test_branches_and_fusions():
 }}
 """,
     )
-    assert found.of("b1") == {"v": ("the weight", 1.0)}
-    assert found.of("start") == {"w": ("the weight", 0.5), "v": ("the weight", 0.5)}
+    assert found.of("b1") == {("v", "the weight"): 1.0}
+    assert found.of("start") == {("w", "the weight"): 0.5, ("v", "the weight"): 0.5}
 
 
 @pytest.mark.parametrize("added", [True, False])
@@ -168,7 +178,7 @@ def test_a_rings_permutes(added):
   %moved = f32[4,4] collective-permute-done(%send)
   ROOT {after}
 """)
-    assert found.of("send") == ({"w": ("its product", 1.0)} if added else {"v": ("its input", 1.0)})
+    assert found.of("send") == ({("w", "its product"): 1.0} if added else {("v", "its input"): 1.0})
 
 
 def test_values_are_followed_once():

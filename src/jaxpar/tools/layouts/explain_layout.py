@@ -246,7 +246,7 @@ def _costs(owners: Owners, events: Sequence[Event]) -> tuple[Cost, ...]:
     known = {name: owners.of(name) for name in runs}
     totals: dict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
     for event in transfers:
-        for path, (what, share) in known[event.name].items():
+        for (path, what), share in known[event.name].items():
             waited = exposed[event.name] / runs[event.name]
             total = totals[path, what, event.row]
             for n, value in enumerate((1.0, event.bytes, event.seconds, waited)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -29,21 +30,20 @@ class Owners:
         }
         self.renewed = self._renewed(results)
 
-    def of(self, name: str) -> dict[str | None, tuple[What | None, float]]:
-        """Returns the weights of a collective, each with what moves and its share of bytes.
+    def of(self, name: str) -> dict[tuple[str | None, What | None], float]:
+        """Returns a collective's weights with what moves of each, and its share of bytes.
 
         The share of no weight is under None.
         """
         collective = self.values.collective(name)
         parts = [] if collective is None else self._parts(collective)
         whole = sum(operand.bytes for _, operand in parts) or 1
-        found: dict[str | None, tuple[What | None, float]] = {}
+        found: dict[tuple[str | None, What | None], float] = defaultdict(float)
         for value, operand in parts:
             what, paths = self._cause(value, self.values.value(operand))
             for path in paths or {None}:
-                before = found.get(path, (what if path else None, 0.0))
-                found[path] = before[0], before[1] + operand.bytes / whole / max(len(paths), 1)
-        return found or {None: (None, 1.0)}
+                found[path, what if path else None] += operand.bytes / whole / max(len(paths), 1)
+        return found or {(None, None): 1.0}
 
     def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
         operands = collective.operands
