@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 1. Meshes, specs, and how values vary
 #
-# A *mesh* gives names to devices. A *spec* says which dimension of an array is sharded over which
-# name. These notebooks are built on both, and on one question: over which axes does a value differ?
+# A *mesh* is a grid of devices with named axes. A *spec* says which mesh axis cuts which array
+# dimension into blocks, or *shards* it. One question recurs: along which axes does a value differ?
 #
 # 1. a mesh
 # 2. specs: who has which block
@@ -25,8 +25,6 @@
 # 4. inside `jax.shard_map`: local shapes, and values that vary
 # 5. an axis that stays with the compiler
 # 6. inspecting and changing a sharding
-#
-# Everything runs on eight CPU devices in one process. An `assert` checks each claim.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -48,7 +46,7 @@ import jaxpar
 # %% [markdown]
 # ## 1. A mesh
 #
-# The mesh has eight devices in two rows of four. You choose the names. Usual ones are `dp` for data
+# The mesh has eight devices in two rows of four. You name its axes. Usual names are `dp` for data
 # parallelism and `tp` for tensor parallelism. A size of -1 takes the remaining devices.
 
 # %%
@@ -58,15 +56,15 @@ print(np.vectorize(lambda device: device.id)(mesh.devices))
 assert dict(mesh.shape) == {"dp": 2, "tp": 4}
 
 # %% [markdown]
-# On TPU, `make_mesh` also lays the axes along the links of the slice, the last axis first. Put the
-# axis with the most traffic last.
+# On TPU, `make_mesh` also maps axes to links between chips, the last axis first. Put the axis with
+# the most traffic last.
 #
 # ## 2. Specs: who has which block
 #
 # `P("dp", "tp")` shards rows over `dp` and columns over `tp`. A dimension without a name is not
-# sharded. Devices along an axis that the spec does not name hold copies. Several axes may shard one
-# dimension, and their order matters. In the pictures each rectangle is a block, with the devices
-# that hold it.
+# sharded. Along an axis that the spec does not name, devices hold copies. Several axes may shard
+# one dimension, and their order matters. In the pictures each rectangle is a block, with the
+# devices that hold it.
 
 # %%
 ROWS, COLUMNS = 8, 16
@@ -109,16 +107,16 @@ plt.show()
 
 # %% [markdown]
 # `P(("dp", "tp"))` and `P(("tp", "dp"))` both shard rows over eight devices, but device 1 gets
-# different rows. The shapes are equal. In `jax.shard_map`, a program that mixes the two specs
-# runs and gives wrong results.
+# different rows. In `jax.shard_map`, nothing raises if `in_specs` has one and `out_specs` the
+# other: the rows are shuffled.
 #
 # ## 3. Three kinds of axes
 #
 # Who chooses the sharding of an intermediate result?
 #
-# - **auto**: the compiler. You place the arguments, and the compiler inserts collectives.
-# - **explicit**: the types. An array's type has its sharding. If two shardings are possible for a
-#   result, JAX raises an error and you choose.
+# - **auto**: the compiler. You place the arguments, and it inserts the transfers ("collectives").
+# - **explicit**: the types. An array's type contains its sharding. If two shardings are possible
+#   for a result, JAX raises an error and you choose.
 # - **manual**: you. Inside `jax.shard_map` an array is the local block. Nothing travels unless you
 #   write a collective.
 
@@ -137,20 +135,20 @@ with jax.set_mesh(explicit):
     try:
         on_explicit @ weight
     except Exception as error:  # JAX does not export the type
-        print(f"         {type(error).__name__}: {str(error)[:95]}...")
+        raised = f"{type(error).__name__}: {str(error)[:95]}..."
+    print("        ", raised)
     y = jnp.einsum("mk,kn->mn", on_explicit, weight, out_sharding=P("dp"))
     print("         with out_sharding:", jax.typeof(y))
 np.testing.assert_allclose(y, x @ w)
 
 # %% [markdown]
 # The contracted dimension is sharded over `tp`, so each device has a partial sum. The total can go
-# to all devices (an all-reduce) or be scattered (a reduce-scatter). `out_sharding` chooses.
+# to all devices (an all-reduce) or be scattered (a reduce-scatter).
 #
 # ## 4. Inside `jax.shard_map`
 #
 # This is the same matmul by hand. The function takes local blocks. `in_specs` split the
-# arguments, and `out_specs` join the results. Shapes inside are those of a block: an 8 x 16 array
-# on 2 x 4 devices has blocks of 4 x 4.
+# arguments, and `out_specs` join the results. An 8 x 16 array on 2 x 4 devices has blocks of 4 x 4.
 
 
 # %%
@@ -170,11 +168,10 @@ matmul = jax.shard_map(
 np.testing.assert_allclose(jax.jit(matmul)(x, w), x @ w)
 
 # %% [markdown]
-# After each shape the type shows the axes over which the value *varies*. A value of type
-# `{V:(dp,tp)}` differs between all devices, and one of type `{V:tp}` only along `tp`. A product
-# varies over every axis of its operands. `psum` sums over the devices along `tp`. All of them
-# then have the same value, so `tp` leaves the type. `out_specs=P("dp")` says that the result is
-# equal along `tp`, and JAX checks this.
+# After each shape the type shows the axes over which the value *varies*. A value of type `{V:tp}`
+# differs only along `tp`. A product varies over every mesh axis over which an operand varies.
+# `psum` sums over the devices along `tp`. All of them then have the same value, so `tp` leaves the
+# type. `out_specs=P("dp")` says that the result is equal along `tp`, and JAX checks this.
 #
 # Without the sum, the types raise an error before anything runs:
 
@@ -188,9 +185,10 @@ except ValueError as error:
     caught = str(error)
 print(caught.splitlines()[4])
 assert "replicated across mesh axis 'tp'" in caught
+assert "check_vma=False" in caught
 
 # %% [markdown]
-# The message ends with a suggestion: `check_vma=False`. That turns the check off. The forgotten sum
+# The rest of the message suggests `check_vma=False`, which turns the check off. The forgotten sum
 # then gives a wrong number: the partial sum of the first device along `tp`.
 
 # %%
@@ -208,14 +206,13 @@ assert not np.allclose(wrong, x @ w)
 # %% [markdown]
 # With these types JAX also sums gradients where it must. A *replicated* value is equal on all
 # devices. If a replicated weight meets a varying value, JAX inserts `lax.pcast`, which makes the
-# weight varying. The derivative of `lax.pcast` is a `psum`. So the weight's gradient is summed
-# over the devices that used it, without any code of yours:
+# weight varying. The derivative of `lax.pcast` is a `psum`. So the weight's gradient is summed:
 
 # %%
 scale = jnp.float32(3)
 
 
-def total(scale, x):  # scale: f32[], the same everywhere; x: f32[m/8, k]
+def total(scale, x):  # scale: f32[]; x: f32[m/8, k]
     return lax.psum(jnp.sum(scale * x), ("dp", "tp"))
 
 
@@ -229,7 +226,7 @@ assert gradient == x.sum()
 #
 # `axis_names` makes some axes manual and leaves the others to the compiler. Here `tp` is manual,
 # and the compiler shards rows over `dp`. Local shapes therefore have all eight rows. The function
-# combines a matmul with a `psum_scatter` of its partial sums over columns ([notebook
+# multiplies, adds the partial sums over `tp`, and scatters the total by columns ([notebook
 # 4](04_overlapped_matmuls.ipynb)).
 
 
@@ -257,8 +254,7 @@ print("tp by hand, dp by the compiler:", result.sharding.spec)
 # With `jax.set_mesh`, functions that take a sharding accept a spec alone. `x.sharding` shows how
 # a global array is sharded. `x.addressable_shards` holds the blocks, and
 # `jax.debug.visualize_array_sharding` draws them. `jax.sharding.reshard` moves an array to
-# another spec. Here each device sends most of its columns to the other devices along `tp` and
-# receives rows.
+# another spec. Here each device holds one row, sends 12 of its 16 entries, and receives as many.
 
 # %%
 with jax.set_mesh(explicit):
@@ -271,14 +267,13 @@ for array in (rows, columns):
 np.testing.assert_array_equal(rows, columns)
 
 # %% [markdown]
-# Inside `jax.shard_map` there is no `reshard`. You write the collective, here `lax.all_to_all`.
+# Inside `jax.shard_map` there is no `reshard`. You write the collective, for this change
+# `lax.all_to_all`.
 #
 # ## In short
 #
-# - A mesh names devices, and a spec names the axes that shard each dimension. The order of several
+# - A mesh has named axes, and a spec names the axes that shard each dimension. The order of several
 #   axes matters.
-# - Auto: the compiler decides. Explicit: types decide, and raise an error if you must choose.
-#   Manual: you decide.
 # - Inside `jax.shard_map`, look at `{V:...}`. It shows the axes over which a value differs.
 #   `out_specs` must name these axes. Leave `check_vma` on.
 #

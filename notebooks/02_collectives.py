@@ -16,15 +16,15 @@
 # %% [markdown]
 # # 2. Collectives and their cost
 #
-# Inside `jax.shard_map` nothing travels unless you write a collective. This notebook shows:
+# This notebook shows:
 #
 # 1. each collective: the data before and after it
 # 2. the bytes that a device sends
 # 3. the derivative of each collective
-# 4. the dense all-to-all: from a sharded sequence to sharded heads
+# 4. an all-to-all of equal blocks: from sharded sequences to sharded heads
 # 5. when a transfer can hide behind a matmul
 #
-# The notebook uses eight CPU devices. The bytes are the same on any machine.
+# Bytes are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -49,8 +49,7 @@ mesh = jaxpar.make_mesh("x=8")
 # %% [markdown]
 # ## 1. Before and after each collective
 #
-# The pictures use four devices. Each device is a column with up to four numbered blocks. The colour
-# shows which device had the block before. Grey is a sum.
+# The pictures use four devices. Each device is a column with up to four numbered blocks.
 
 # %%
 four = jaxpar.make_mesh("x=4", devices=jax.devices()[:4])
@@ -123,14 +122,14 @@ figure.tight_layout(rect=(0, 0, 1, 0.94))
 plt.show()
 
 # %% [markdown]
-# In an all-to-all, block j of device i goes to device j, as its block i. An all-reduce is a
+# In an all-to-all, block j of device i becomes block i of device j. An all-reduce is a
 # reduce-scatter followed by an all-gather, so it costs both.
 #
 # ## 2. The bytes that a device sends
 #
 # With `n` devices and a full array of `B` bytes, the best ring algorithm sends from each device:
 #
-# | collective | a device has | a device gets | sends |
+# | collective | before | after | a device sends |
 # |---|---|---|---|
 # | all-gather | B/n | B | B (n-1)/n |
 # | reduce-scatter | B, a partial sum | B/n | B (n-1)/n |
@@ -138,8 +137,8 @@ plt.show()
 # | all-to-all | B/n | B/n | B/n (n-1)/n |
 # | permute | B/n | B/n | B/n |
 #
-# `count_collectives` reads the same numbers from any program, without compiling it. It also counts
-# what the derivative sends and which bytes are saved for it.
+# `count_collectives` counts these bytes in any program, without compiling it. It also counts the
+# bytes that the derivative sends, and those saved for it.
 
 # %%
 B = 8 * 1024 * 4  # bytes
@@ -183,11 +182,11 @@ assert counted["reduce-scatter"].backward == {"all_gather": 1}
 assert counted["all-reduce"].backward == {}
 
 # %% [markdown]
-# The all-reduce sends nothing backward because its type says that the sum is one value
-# (`check_vma=True`). A gathered array is typed as varying, so it cannot leave through
-# `out_specs=P()`. `jaxpar.layers.gather_region` gathers and types the result as replicated. Its
-# derivative takes the local block and sends nothing. Use it if every device continues with the full
-# array.
+# With `check_vma=True` the all-reduce sends nothing backward. JAX types a gathered array as
+# varying, so `out_specs=P()` raises an error. `jaxpar.layers.gather_region` gathers and types the
+# result as replicated. Its derivative takes the local block and sends nothing. Use it if the full
+# array leaves as replicated. Before a matmul with a sharded weight, `lax.all_gather` sends less
+# backward.
 
 # %%
 gathered = jax.shard_map(
@@ -198,11 +197,11 @@ print(f"gather_region: forward {dict(counts.forward)}, backward {dict(counts.bac
 assert counts.backward_bytes == 0
 
 # %% [markdown]
-# ## 4. A dense all-to-all at work
+# ## 4. An all-to-all of equal blocks
 #
-# A sequence is sharded over devices. Attention needs full sequences, but only of some heads. An
-# all-to-all splits the heads and joins the positions. It sends less than one block. A gather would
-# send seven blocks.
+# A sequence is sharded over devices. For each head, attention needs the full sequence. An
+# all-to-all splits the heads and joins the positions. Per array it sends 7/8 of a block. A gather
+# sends seven blocks.
 
 
 # %%
@@ -238,14 +237,14 @@ assert counts.forward_bytes == 4 * 7 / 8 * block
 #
 # ## 5. When can a transfer hide?
 #
-# Take an all-gather matmul with `f[m, k]` sharded by rows and a local `f[k, n/8]`. A device sends
-# (and receives) `(n-1)/n` of `m k` numbers. It computes `2 m k n_local` FLOPs. Both times grow with
-# `m k`, so their ratio depends on neither `m` nor `k`:
+# Take an all-gather matmul: rows of `f[m, k]` are sharded, and a device has `c` columns of the
+# weight. Each device sends and receives nearly `m k` numbers, and computes `2 m k c` FLOPs. Both
+# times grow with `m k`, so their ratio depends only on `c`. For bfloat16 (two bytes) it is
 #
-# $$\frac{\text{compute}}{\text{send}} = \frac{2\, n_\text{local} / F}{2\, \text{bytes} / W}$$
+# $$\frac{\text{compute}}{\text{send}} \approx \frac{2\, c / F}{2 / W}$$
 #
-# with `F` FLOP/s and `W` bytes/s over all links of the ring. A transfer can hide if the number of
-# *local columns* is at least `F / W`: the FLOPs that the chip computes while it sends one byte.
+# with `F` FLOP/s and `W` bytes/s per chip, on its two links of the ring. A transfer can hide behind
+# `F / W` or more *local columns*. `F / W` is the FLOPs per byte sent.
 
 
 # %%
@@ -258,7 +257,7 @@ def compute_over_send(name, columns):
 
 
 needed = {}  # columns, by chips
-for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"):
+for name in ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"):  # chip and topology, e.g. 2 x 4 chips
     needed[name] = 1 / compute_over_send(name, 1)
     print(f"{name}: a transfer of bfloat16 hides behind {needed[name]:.0f} local columns or more")
 
@@ -276,15 +275,12 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Above the dotted line a transfer *can* be hidden completely. The program decides whether it is.
-# One large gather before a matmul is never hidden, because the matmul waits for all of it.
-# [Overlapped matmuls](04_overlapped_matmuls.ipynb) shows how to split it.
+# Above the dotted line a transfer *can* be hidden completely. One large gather before a matmul is
+# never hidden, because the matmul waits for all of it. [Overlapped
+# matmuls](04_overlapped_matmuls.ipynb) shows how to split it.
 #
 # ## In short
 #
-# - A gather and a reduce-scatter each send (n-1)/n of the full array. An all-reduce sends both. An
-#   all-to-all sends an n-th of a gather.
-# - Gather and reduce-scatter are each other's derivative.
 # - Count before you measure: `count_collectives(fn, *args)`.
 # - Compare local columns with FLOPs per byte to see which transfers can hide.
 #

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 3. A ring shift over one axis and over several
 #
-# Every overlapped collective here consists of one operation: each device sends its block to the
+# Every overlapped collective in jaxpar repeats one operation: each device sends a block to the
 # next device of a ring. Which device is "next" depends on the axes.
 #
 # 1. `ring_shift` on one axis
@@ -24,7 +24,7 @@
 # 3. several axes and their order
 # 4. links per step
 #
-# The notebook uses eight CPU devices. Bytes and orders are the same on any machine.
+# Bytes and orders are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -50,8 +50,7 @@ PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
 # ## 1. One axis
 #
 # `ring_shift(x, axis, offset=1)` gives device `i` the block of device `i - offset`. Below, each
-# device sends its own number. The picture shows the number that each device receives. Each number
-# has its colour.
+# device sends its own number.
 
 
 # %%
@@ -83,17 +82,17 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# After `s` shifts device `i` holds block `(i - s) % 8`. This formula is most of a ring algorithm.
+# After `s` shifts device `i` holds block `(i - s) % 8`.
 #
 # ## 2. Collectives from shifts
 #
-# An all-gather is seven shifts, with a place in the result for each block:
+# An all-gather is seven shifts. Each block is written to its place:
 
 
 # %%
-def gather(x):  # x: f32[m/8, k]
+def gather(x):  # x: f32[rows, k]
     i, rows = lax.axis_index("x"), x.shape[0]
-    full = lax.pcast(jnp.zeros((8 * rows, x.shape[1])), "x", to="varying")  # f32[m, k]
+    full = lax.pcast(jnp.zeros((8 * rows, x.shape[1])), "x", to="varying")  # f32[8 rows, k]
     for s in range(8):
         full = lax.dynamic_update_slice_in_dim(full, x, (i - s) % 8 * rows, 0)
         if s < 7:
@@ -103,14 +102,14 @@ def gather(x):  # x: f32[m/8, k]
 
 # %% [markdown]
 # In a reduce-scatter, each sum travels to its owner, the device that keeps it. A sum that moves
-# by +1 starts at the device after its owner.
+# by +1 starts one device after its owner and passes all devices.
 
 
 # %%
-def scatter(x):  # x: f32[m, k], a partial sum
+def scatter(x):  # x: f32[8 rows, k], a partial sum
     i, rows = lax.axis_index("x"), x.shape[0] // 8
 
-    def block(owner):  # f32[m/8, k]
+    def block(owner):  # f32[rows, k]
         return lax.dynamic_slice_in_dim(x, owner % 8 * rows, rows)
 
     total = block(i - 1)
@@ -139,16 +138,14 @@ compare(gather, lambda x: lax.all_gather(x, "x", tiled=True))
 compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 
 # %% [markdown]
-# Each of these functions sends as many bytes as the collective of `lax`. But other work fits
-# between the seven shifts. jaxpar has such collectives as `all_gather`, `reduce_scatter` and
-# `all_reduce`. They run in one direction or in both, over any axes. They save nothing for the
-# backward pass.
+# The bytes are those of `lax`, but other work fits between the seven shifts. jaxpar's `all_gather`,
+# `reduce_scatter` and `all_reduce` use such rings, in one direction or in both, over any axes. They
+# are linear, so they save nothing for the backward pass.
 #
 # ## 3. Several axes and their order
 #
-# A ring may run over several mesh axes. For example, a gather over `("x", "y")` uses all 2 x 4
-# devices. The order of the tuple decides the devices' numbers in the ring. The first axis is the
-# major one.
+# A ring may run over several mesh axes. The order of the tuple numbers the devices. The last axis
+# counts fastest.
 
 # %%
 grid = jaxpar.make_mesh("x=2,y=4")
@@ -172,9 +169,8 @@ for axes in ORDERS:
     assert index.reshape(-1)[order].tolist() == list(range(8))
 
 # %% [markdown]
-# `axis_index` gives the number of each place. `ring_order` is the inverse: it gives the place of
-# each number, where places count row by row. The pictures show both rings on the grid. A dotted
-# arrow leads from number 7 back to 0.
+# `axis_index` gives each device's number. `ring_order` is the inverse: it gives the device (counted
+# row by row) at each place of the ring. A dotted arrow leads from number 7 back to 0.
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2))
@@ -195,9 +191,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `ring_shift` follows the order of the tuple, and so does everything built on it: number `i`
-# receives from number `i - 1`. `lax.ppermute` with the tuple and the pairs `(p, p + 1)` does not.
-# Up to jax 0.11.0 it silently counts in the order of the *mesh*. Later versions raise an error.
+# `ring_shift` follows the order of the tuple: number `i` receives from number `i - 1`. Up to jax
+# 0.11.0, `lax.ppermute` with the pairs `(p, p + 1)` ignores this order. It silently counts in the
+# order of the *mesh*. Later versions raise an error.
 
 # %% tags=["varies"]
 axes = ("y", "x")
@@ -216,7 +212,7 @@ except (RuntimeError, ValueError) as error:
     print(f"ppermute, jax {jax.__version__}: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 # %% [markdown]
-# The first rule is: **the order in the collective is the order in the spec**. Shard `x` as
+# First rule: **use the same order in the collective and in the spec.** Shard `x` as
 # `P(("y", "x"))` and gather over `("y", "x")`. If the orders differ, nothing raises: all shapes
 # fit, and the rows are shuffled.
 #
@@ -249,10 +245,9 @@ assert not np.allclose(shuffled, x @ w)
 # %% [markdown]
 # ## 4. Links per step
 #
-# The second rule: **neighbours in the ring should be neighbours on the links.** A step of the
-# ring ends with its slowest transfer. A transfer to a distant chip occupies every link on its
-# path. Assume 2 x 4 chips as drawn, without wrap-around links, and count the links of each
-# transfer:
+# Second rule: **neighbours in the ring should share a link.** A step lasts as long as its slowest
+# transfer. A transfer to a distant chip occupies every link on its path. Assume 2 x 4 chips as
+# drawn, without wrap-around links, and count the links of each transfer:
 
 
 # %%
@@ -271,23 +266,22 @@ assert links_of_transfers(snake).max() == 1
 assert links_of_transfers(jaxpar.ring_order(grid, ("y", "x"))).max() > 1
 
 # %% [markdown]
-# In both orders some transfers need several links. Another order needs one link for each transfer:
-# along one row, and back along the other.
+# In both orders of the axes some transfers need several links. Another order of devices needs one
+# link for each transfer: along one row, and back along the other.
 #
-# On TPU, `jaxpar.ring_hops(mesh, axes)` counts with the chips' real coordinates and wrap-around
-# links. Check it before you use a ring over several axes. If it shows long hops, give `make_mesh`
-# or `jax.sharding.Mesh` another order of devices. CPU devices, and GPUs behind a switch, have no
+# On TPU, `jaxpar.ring_hops(mesh, axes)` counts links, with the chips' real coordinates and
+# wrap-around links. For long hops, give `make_mesh` one axis in place of several, or
+# `jax.sharding.Mesh` another order of devices. CPU devices, and GPUs behind a switch, have no
 # coordinates, so every transfer counts as one hop.
 
 # %%
-print(jaxpar.ring_hops(grid, ("y", "x")))
+print(jaxpar.ring_hops(grid, ("y", "x")))  # one row a ring
 assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
 
 # %% [markdown]
 # ## In short
 #
-# - `ring_shift` counts in the order of the axes that you give it, on every version of JAX.
-# - The order in the collective is the order in the spec.
+# - Use the same order in the collective and in the spec.
 # - Check `ring_hops` before you use a ring over several axes.
 #
 # Next: [overlapped matmuls](04_overlapped_matmuls.ipynb).

@@ -16,8 +16,8 @@
 # %% [markdown]
 # # 4. Overlapped matmuls
 #
-# An all-gather followed by a matmul takes two lines. The matmul waits for the full transfer. This
-# notebook rewrites the two lines until the transfer overlaps with the arithmetic:
+# A matmul after an all-gather waits for the full transfer. This notebook rewrites both so that the
+# transfer can overlap with the arithmetic:
 #
 # 1. gather, then multiply
 # 2. the ring in one direction
@@ -27,8 +27,9 @@
 # 6. predicted timelines
 #
 # Everything runs on eight CPU devices in one process, which share a few cores. **Nothing overlaps
-# here, and nothing below measures speed** ([notebook 15](15_processes.ipynb) does, over processes).
-# CPUs show the program exactly: its transfers, their bytes and order, and the memory in use.
+# here, and nothing below measures speed** ([notebook 15](15_processes.ipynb) measures, with several
+# processes). CPUs show the program exactly: its transfers, their bytes and order, and the memory in
+# use.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -53,9 +54,9 @@ from jaxpar.testing import count_collectives
 # %% [markdown]
 # ## 1. Gather, then multiply
 #
-# This is the first half of a tensor-parallel MLP. The activations `x` are sharded by rows and the
-# weight `w` by columns. Both are sharded over the mesh axis `tp`. Each device needs *all* rows for
-# *its* columns.
+# This is the first matmul of an MLP whose weights are sharded ("tensor-parallel"). The activations
+# `x` are sharded by rows and the weight `w` by columns. Both are sharded over the mesh axis `tp`.
+# Each device needs *all* rows for *its* columns.
 
 # %%
 mesh = jaxpar.make_mesh("tp=8")
@@ -82,9 +83,8 @@ def by_columns(fn):
 np.testing.assert_allclose(by_columns(naive)(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# `count_collectives` counts collectives and the bytes that one device sends. It reads the jaxpr,
-# forward and backward, and compiles nothing. For XLA's own collectives it assumes the best ring
-# algorithm.
+# For XLA's own collectives `count_collectives` assumes the best ring algorithm. Section 5 explains
+# residuals.
 
 # %%
 X_BLOCK = x.nbytes // 8  # one device's rows of x
@@ -97,8 +97,8 @@ assert counts.forward_bytes == 7 * X_BLOCK
 
 # %% [markdown]
 # `marks_and_bytes` shows the *order* of a program. It walks over the jaxpr and returns one mark per
-# operation: `G` an all-gather, `S` a reduce-scatter, `#` a matmul. `>` is a block sent to the next
-# device, `<` a block sent to the previous one. It also returns the bytes sent in each direction.
+# operation: `G` an all-gather, `S` a reduce-scatter, `#` a matmul. `>` is a send to the next
+# device, `<` to the previous one. It also returns the bytes sent in each direction.
 
 
 # %%
@@ -133,8 +133,8 @@ print(marks)
 assert marks == "G #"
 
 # %% [markdown]
-# `G #`: the matmul needs all of its operand, so it waits for the last byte. First the matrix unit
-# is idle, then the links are. The gathered `x` also takes eight times the memory of the shard:
+# `G #`: the matmul needs all of its operand, so it waits for the last byte. The gathered `x` also
+# takes eight times the memory of the shard:
 
 # %%
 BIG = (jax.ShapeDtypeStruct((2048, 2048), jnp.float32),) * 2  # compiled, never run
@@ -159,69 +159,9 @@ assert memory["naive"] >= 16  # the full x, on every device
 # $$y = \begin{pmatrix} x_0 \\ \vdots \\ x_7 \end{pmatrix} w
 #     = \begin{pmatrix} x_0 w \\ \vdots \\ x_7 w \end{pmatrix}$$
 #
-# A device can therefore multiply one block while the next block travels. Arrange the devices in a
-# ring, and send every block from device to device.
-#
-# One primitive moves a block: `ring_shift(x, axis)` gives device `i` the block of device `i - 1`.
-
-
-# %%
-def numbers_received(offset):
-    """Sends each device's number `offset` devices on; returns the number that each one receives."""
-
-    def local(number):  # number: i32[1]
-        return jaxpar.ring_shift(number, "tp", offset)
-
-    shift = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
-    return np.asarray(shift(jnp.arange(8)))
-
-
-print(numbers_received(1))
-assert numbers_received(1).tolist() == [7, 0, 1, 2, 3, 4, 5, 6]
-
-# %% [markdown]
-# After seven shifts every device has received every block. The picture shows the number of the
-# block that each device has in each step. Each block has its colour.
-
-
-# %% jupyter={"source_hidden": true} tags=["drawing"]
-PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
-
-
-def draw(rows, title, last_height=1):
-    """Draws one row a step; each entry of a row is an array of block numbers, one a device."""
-    heights = [1] * (len(rows) - 1) + [last_height]
-    tops = np.cumsum([0, *heights])
-    figure, panel = plt.subplots(figsize=(5.2, 0.34 * tops[-1] + 0.9))
-    for row, top, height in zip(rows, tops, heights, strict=False):
-        width = 1 / len(row)
-        for part, numbers in enumerate(row):
-            for device, number in enumerate(numbers):
-                left, colour = device + part * width, PALETTE[number]
-                panel.add_patch(plt.Rectangle((left, top), width, height, fc=colour, ec="white"))
-                centre = (left + width / 2, top + height / 2)
-                panel.text(*centre, number, ha="center", va="center", size=8)
-    panel.set(xlim=(0, 8), ylim=(tops[-1], 0), xlabel="device", ylabel="step", title=title)
-    panel.set_xticks(np.arange(8) + 0.5, range(8))
-    panel.set_yticks((tops[:-1] + tops[1:]) / 2, range(len(rows)))
-    panel.tick_params(length=0)
-    panel.spines[:].set_visible(False)
-    panel.vlines(range(1, 8), 0, tops[-1], color="white", lw=3)
-    figure.tight_layout()
-    plt.show()
-
-
-# %%
-for step in range(8):
-    assert numbers_received(step).tolist() == [(i - step) % 8 for i in range(8)]
-
-rows = [[numbers_received(step)] for step in range(8)]
-draw(rows, "one direction: the block that each device multiplies")
-
-# %% [markdown]
-# A diagonal follows one block. A column shows one device's work. In step `s` device `i` has block
-# `(i - s) % 8`. A wrong formula still gives the right shapes, so a ring [needs
-# tests](16_testing.ipynb).
+# So a device can multiply one block while the next block travels around a ring ([notebook
+# 3](03_ring_shift.ipynb)). In step `s` device `i` has block `(i - s) % 8`. A wrong formula still
+# gives the right shapes, so a ring [needs tests](16_testing.ipynb).
 
 
 # %%
@@ -247,21 +187,22 @@ assert marks == "> # > # > # > # > # > # > # #"
 assert sent == {">": 7 * X_BLOCK}  # exactly the all-gather's bytes
 
 # %% [markdown]
-# There are seven sends, each written before the matmul that can hide it. A send and the next matmul
-# both read the current block. Neither depends on the other, so they *can* overlap.
-#
-# The compiler need not overlap them. It follows dependencies, not the order of your lines. XLA for
-# TPU has started three sends in a row before any matmul. XLA for GPU has merged the small matmuls
-# into two large ones. A barrier keeps a step together:
+# A send and the next matmul both read the current block. Neither depends on the other, so they
+# *can* overlap. But the compiler follows dependencies, not the order of your lines. XLA for TPU has
+# sent several blocks before the first matmul. XLA for GPU has merged the small matmuls into large
+# ones. A barrier keeps a step together:
 #
 # ```python
 # coming, part = lax.optimization_barrier((coming, part))
 # ```
 #
-# Nothing that uses either result can start before both are ready. jaxpar's rings have such a
-# barrier in every step. From here on we use `jaxpar.all_gather_matmul`. Its `mode` chooses the
-# algorithm. The default `"auto"` predicts the times of all algorithms on the chip, and takes the
-# fastest. On CPU it answers `"naive"`: gather, then multiply.
+# Whatever uses one result waits for both. jaxpar's rings have such a barrier in every step. On TPU
+# and GPU, use them in `jaxpar.jit`: `jax.jit` with the compiler options that let the chip send and
+# compute at the same time.
+#
+# From here on we use `jaxpar.all_gather_matmul`. Its `mode` chooses the algorithm. The default
+# `"auto"` predicts each algorithm's time on the target chip, and takes the fastest. On CPU it takes
+# `"naive"`: gather, then multiply.
 
 
 # %%
@@ -280,10 +221,10 @@ assert found["auto"] == found["naive"]
 # %% [markdown]
 # Two variants are common:
 #
-# - Several weights share one gather, for example query, key and value. Each block travels once.
-# - In FSDP the *weight* is sharded, so the weight is gathered. Here it is sharded over the
-#   contracting dimension. Each weight block multiplies a column slice of `x`, and the products are
-#   accumulated.
+# - Several weights share one gather, for example query, key and value.
+# - With fully sharded weights (FSDP, [notebook 6](06_fsdp.ipynb)) the *weight* is gathered. Below,
+#   it is sharded along the contracted dimension. Each weight block multiplies a column slice of
+#   `x`, and the products are accumulated.
 
 
 # %%
@@ -291,7 +232,7 @@ def qkv(x, w):  # x: f32[m/8, k], w: f32[k, n/8]
     return jaxpar.all_gather_matmul(x, (w, w, w), "tp", mode="unidirectional")
 
 
-def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gather="rhs" along its dimension 0
+def fsdp(x, w):  # x: f32[m/8, k], w: f32[k/8, n]; gathers w ("rhs") along k
     return jaxpar.all_gather_matmul(x, w, "tp", gather="rhs", dim=0, mode="unidirectional")
 
 
@@ -308,27 +249,61 @@ np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 # %% [markdown]
 # ## 3. The ring in both directions
 #
-# On a torus every link carries traffic in both directions at once. The ring in one direction leaves
-# half of that capacity idle. The ring in both directions receives a block from either side in each
-# step, so seven blocks need about half as many steps.
+# On TPU every link carries traffic in both directions at once. The ring in one direction leaves
+# half of that capacity idle. With both directions, a device receives two blocks a step.
 #
 # Seven is odd. After three steps each device has received six blocks and misses only the opposite
 # one, `i + 4`. This block is equally far in both directions. On CPU it is cut in two, and one
 # half arrives from each side. Each direction then carries exactly three and a half blocks. On TPU
-# it travels in one piece if matmuls hide its transfer.
+# it is cut only if matmuls cannot hide its transfer.
+
 
 # %%
+def numbers_received(offset):
+    """Sends each device's number `offset` devices on; returns the number that each one receives."""
+
+    def local(number):  # number: i32[1]
+        return jaxpar.ring_shift(number, "tp", offset)
+
+    shift = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+    return np.asarray(shift(jnp.arange(8)))
+
+
+for step in range(8):
+    assert numbers_received(step).tolist() == [(i - step) % 8 for i in range(8)]
+
 rows = [[numbers_received(0)]]  # step 0: the local block
 for step in (1, 2, 3, 4):
     rows.append([numbers_received(step), numbers_received(-step)])
-draw(rows, "both directions: received from the left | from the right", last_height=0.5)
 
 opposite = [(i + 4) % 8 for i in range(8)]
 assert numbers_received(4).tolist() == numbers_received(-4).tolist() == opposite
 
+# %% jupyter={"source_hidden": true} tags=["drawing"]
+PALETTE = plt.get_cmap("Set2").colors  # eight colours, one a block
+heights = [1, 1, 1, 1, 0.5]  # of steps
+tops = np.cumsum([0, *heights])
+figure, panel = plt.subplots(figsize=(5.2, 2.43))
+for row, top, height in zip(rows, tops, heights, strict=False):
+    width = 1 / len(row)
+    for part, numbers in enumerate(row):
+        for device, number in enumerate(numbers):
+            left, colour = device + part * width, PALETTE[number]
+            panel.add_patch(plt.Rectangle((left, top), width, height, fc=colour, ec="white"))
+            centre = (left + width / 2, top + height / 2)
+            panel.text(*centre, number, ha="center", va="center", size=8)
+panel.set(xlim=(0, 8), ylim=(tops[-1], 0), xlabel="device", ylabel="step")
+panel.set_title("both directions: from the previous | from the next device")
+panel.set_xticks(np.arange(8) + 0.5, range(8))
+panel.set_yticks((tops[:-1] + tops[1:]) / 2, range(len(rows)))
+panel.tick_params(length=0)
+panel.spines[:].set_visible(False)
+panel.vlines(range(1, 8), 0, tops[-1], color="white", lw=3)
+figure.tight_layout()
+plt.show()
+
 # %% [markdown]
-# The last row is half as high because it carries half as much: both parts of a cell are halves of
-# one block. The marks and the bytes per direction say the same:
+# In the last row both parts of a cell are halves of one block.
 
 # %%
 marks, sent = marks_and_bytes(with_mode("bidirectional"), x, w)
@@ -341,14 +316,13 @@ assert sent == {">": 3.5 * X_BLOCK, "<": 3.5 * X_BLOCK}
 np.testing.assert_allclose(with_mode("bidirectional")(x, w), x @ w, rtol=1e-4, atol=1e-4)
 
 # %% [markdown]
-# The ring still computes eight full matmuls of `f32[m/8, k] @ f32[k, n/8]`. The last matmul uses
-# the rejoined opposite block. Cutting every block in two would balance the links as well, but it
-# needs sixteen matmuls of half the size, which can be slower. A ring of odd size has no opposite
-# block and no halves.
+# The ring still computes eight full matmuls of `f32[m/8, k] @ f32[k, n/8]`. Cutting every block in
+# two would balance the links as well, but it needs sixteen matmuls of half the size, which can be
+# slower. A ring of odd size has no opposite block and no halves.
 #
 # The next picture is a *model*. A matmul takes 1, and a block takes 1.5 over one direction of a
-# link. A step lasts as long as the longer of its computation and its transfer. The all-gather uses
-# both directions.
+# link. A step lasts as long as the longer of its computation and its transfer. The all-gather of
+# the first row uses both directions, too.
 
 # %%
 MATMUL, TRANSFER = 1.0, 1.5
@@ -384,11 +358,11 @@ figure.tight_layout(rect=(0, 0, 1, 0.92))
 plt.show()
 
 # %% [markdown]
-# The arithmetic alone takes 8. If a transfer took at most 1, the ring in one direction would take 8
-# too. Behind a switch (NVLink) the second direction gains nothing, because one direction already
-# uses the full bandwidth of the port.
+# The arithmetic alone takes 8. If a block's transfer took at most 1, one direction would also take
+# 8. On GPUs behind a switch (NVLink) the second direction gains nothing, because one direction
+# already uses the full bandwidth of the port.
 #
-# Memory is exact on CPU. No ring ever holds the full `x`.
+# In the forward pass no ring holds the full `x`:
 
 # %%
 memory["hand-written ring"] = temporary_mib(by_columns(hand_ring), *BIG)
@@ -403,9 +377,9 @@ assert memory["both directions"] < memory["naive"] / 2
 # %% [markdown]
 # ## 4. The mirror image: multiply, then reduce-scatter
 #
-# The second half of the MLP contracts over the sharded dimension. Every device has a partial sum of
-# the *full* result and needs the total of *its* rows. A `psum_scatter` after the matmul cannot send
-# its first byte before the last product.
+# The second matmul of the MLP contracts over the sharded dimension. Every device has a partial sum
+# of the *full* result and needs the total of its own rows. A `psum_scatter` after the matmul cannot
+# send its first byte before the last product.
 
 
 # %%
@@ -415,10 +389,9 @@ def naive_scatter(y, v):  # y: f32[m, n/8], v: f32[n/8, k]
 
 
 # %% [markdown]
-# In the gather, blocks travel. In the scatter, partial sums travel towards their owner. Each device
-# adds one product to a sum, and computes this product while the sum travels. A sum that moves by +1
-# starts at the device after its owner. In step `s`, device `i` adds to the sum of device
-# `(i - 1 - s) % 8`.
+# In the gather, blocks travel. In the scatter, partial sums travel towards their owner. While a sum
+# travels to a device, the device computes the product to add. In step `s`, device `i` adds to the
+# sum of device `(i - 1 - s) % 8`.
 
 
 # %%
@@ -460,15 +433,15 @@ for name, program in programs.items():
 
 # %% [markdown]
 # The library's scatter moves its sums by -1, because it is the gather in reverse. In both
-# directions it starts with the opposite block (cut in two on TPU) and ends with the local block. It
-# sends as many bytes as the collective.
+# directions it starts with the opposite block and ends with the local block. On TPU every sum
+# travels in two halves: one is added while the other travels.
 #
 # The barrier matters even more here. A compiler likes to fuse the addition into the matmul. The
 # product then waits for the transfer that it should hide. jaxpar puts the barrier around `coming`
 # and the product *before* it adds them.
 #
-# Sums are rounded. With bf16 operands jaxpar adds in f32 and sends bf16, like the collective. That
-# rounds once per hop. `wire_dtype="float32"` sends f32 instead, for twice the bytes.
+# With bf16 operands jaxpar adds in f32 and sends bf16. Each hop rounds once. `wire_dtype="float32"`
+# sends f32 instead, for twice the bytes.
 
 # %%
 halved = [a.astype(jnp.bfloat16) for a in (y, v)]
@@ -491,16 +464,15 @@ assert wires["float32"][1] < wires["bfloat16"][1]
 # %% [markdown]
 # ## 5. Gradients, and the values saved for them
 #
-# Take $y = \mathrm{gather}(x)\,w$ and a cotangent $\bar y$. Every device used row block $x_j$. The
-# gradient of $x_j$ is therefore a sum over devices, and device $j$ needs it. That is a
-# reduce-scatter:
+# Take $y = \mathrm{gather}(x)\,w$ and a cotangent $\bar y$. Every device used row block $x_j$, so
+# its gradient is a sum over devices, which device $j$ needs. That is a reduce-scatter:
 #
 # $$\bar x = \mathrm{scatter}(\bar y\, w^{\top}), \qquad
 #   \bar w = \mathrm{gather}(x)^{\top}\, \bar y .$$
 #
-# The derivative of a gather is a scatter, and the derivative of a scatter is a gather. Both are
-# matmuls with a collective, so both can overlap. The second formula needs the *gathered* `x` again.
-# Was it saved? A value that the forward pass saves for the backward pass is a **residual**.
+# Both formulas are matmuls with a collective, so both can overlap. The second formula needs the
+# *gathered* `x` again. Was it saved? A value that the forward pass saves for the backward pass is a
+# **residual**.
 
 # %%
 rings = {
@@ -521,8 +493,8 @@ assert 8 * X_BLOCK < saved["hand-written ring"] < 10 * X_BLOCK  # every received
 assert saved["one direction"] == saved["both directions"] == X_BLOCK + W_BLOCK  # two shards
 
 # %% [markdown]
-# Autodiff saved the gathered `x`. In the hand-written ring, it saves the operand of all eight
-# matmuls: 8 to 10 times the shard. The forward pass alone needs only two blocks at a time.
+# Autodiff saves the gathered `x`, or in the hand-written ring the operand of all eight matmuls. The
+# hand-written forward pass alone needs only two blocks at a time.
 #
 # Instead, save only the shard, and gather again in the backward pass, during a matmul. The two
 # formulas above become a `custom_vjp`:
@@ -541,6 +513,7 @@ def forward(x, w):
 def backward(residuals, dy):  # dy: f32[m, n/8]
     x, w = residuals
     dx = jaxpar.matmul_reduce_scatter(dy, w.T, "tp", mode="unidirectional")  # f32[m/8, k]
+    # Gathers x along m, and contracts it with dy.
     dw = jaxpar.collective_einsum("mk,mn->kn", x, dy, "tp", gather="m", mode="unidirectional")
     return dx, dw  # dw: f32[k, n/8]
 
@@ -563,9 +536,8 @@ print(theirs)
 assert ours == theirs
 
 # %% [markdown]
-# `all_gather_matmul` and `matmul_reduce_scatter` do this inside. Their backward pass has 14 sends,
-# and autodiff of the hand-written ring has 7. In exchange each *layer* saves seven blocks fewer,
-# and the sends overlap with matmuls.
+# `all_gather_matmul` does this inside. In one direction its backward pass has 14 sends, and
+# that of the hand-written ring has 7. In exchange each *layer* saves seven blocks fewer.
 #
 # The derivative of a scatter is cheaper. Its cotangent is sharded, so *one* gather of the cotangent
 # feeds the gradients of both operands.
@@ -580,12 +552,11 @@ assert counts.residual_bytes == (y.nbytes + v.nbytes) // 8
 # ## 6. Predicted timelines
 #
 # The TPU compiler runs on any machine (`pip install 'jax[tpu]'`). `compile_for` compiles for chips
-# that this machine does not have. `timeline` takes the order of instructions from the compiler and
-# simulates it on a model of the chip. The times are predicted, not measured. The picture shows
-# which operation waits for which.
+# that this machine does not have. `timeline` simulates the compiler's order of instructions on a
+# model of the chip. The times are predicted, not measured.
 #
-# The example is one projection of a large model in bfloat16 on eight v5p chips. Blue is
-# computation, orange a transfer, red waiting. "Exposed" time is time in which the chip only waits.
+# The example is one projection of a large model in bfloat16 on eight v5p chips. "Exposed" time is
+# time in which the chip only waits.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x2", "tp=8")
@@ -601,7 +572,7 @@ def predicted_timeline(mode):
         return jaxpar.all_gather_matmul(x, w, "tp", mode=mode)
 
     program = jax.shard_map(local, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
-    return timeline(compile_for(program, chips, *operands))
+    return timeline(compile_for(program, chips, *operands))  # on the mesh of `chips`
 
 
 lines = {}
@@ -635,17 +606,14 @@ plt.show()
 
 # %% [markdown]
 # In the terminal, `jaxpar predict --target v5p:2x2x2 --ops gather-lhs-rows --plot timeline.png`
-# prints a table and draws all events. [Schedules](14_schedules.ipynb) explains how to read these
-# pictures.
+# prints a table and draws all events ([schedules](14_schedules.ipynb)).
 #
 # ## In short
 #
 # - A gather feeds a matmul block by block, and a matmul feeds a scatter block by block. Send first,
 #   multiply the current block, and put a barrier around both.
-# - The ring in both directions needs n/2 steps and sends half the bytes per direction.
-# - The derivative of a gather is a scatter. The derivative of a scatter is a gather. Save shards
-#   and gather again: autodiff of an unrolled ring saves every block.
-# - Use `mode="auto"`, the default, and compile with `jaxpar.jit`. It is `jax.jit` with the
-#   compiler options that let the chip send and compute at the same time.
+# - The ring in both directions needs n/2 steps and sends about half the bytes per direction.
+# - Save shards and gather again: autodiff of an unrolled ring saves every block.
+# - Use `mode="auto"`, the default, and compile with `jaxpar.jit`.
 #
 # Next: [data parallelism](05_data_parallel.ipynb).

@@ -8,8 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
-from threading import Thread
-from types import SimpleNamespace
+from threading import Event, Thread, get_ident
 
 import jax
 import jax.numpy as jnp
@@ -407,13 +406,19 @@ def test_a_step_that_takes_too_long_is_told(capfd):
     )
 
 
-def test_a_thread_between_two_lines_is_at_its_function(monkeypatch):
-    """Seen by another thread, a frame may have no line."""
-    frame = SimpleNamespace(f_code=test_refused.__code__, f_lineno=None, f_back=None)
-    monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
-    line = _line_of(7)
-    assert (line.number, line.function) == (frame.f_code.co_firstlineno, "test_refused")
-    assert _line_of(8) is None  # it has ended
+def test_the_line_of_a_thread():
+    def waits():
+        go_on.wait()
+
+    go_on = Event()
+    thread = Thread(target=waits)
+    thread.start()
+    line = _line_of(thread.ident)
+    assert (line.number, line.function) == (waits.__code__.co_firstlineno + 1, "waits")
+    go_on.set()
+    thread.join()
+    assert _line_of(thread.ident) is None
+    assert _line_of(get_ident()).function == "test_the_line_of_a_thread"
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from faulthandler import dump_traceback
 from functools import cache
 from multiprocessing.connection import wait
+from tempfile import TemporaryFile
 from threading import Event, Lock, Thread, get_ident
 from time import monotonic, sleep
 from typing import Any
@@ -35,6 +37,7 @@ from jaxpar.tools.processes.state import BEAT, ProcessState
 from jaxpar.tools.program.sources import Line, own_line
 
 HASTE = 0.02  # seconds between reports while the process waits
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _MOST_RUNS = 64  # changes of the program that are reported
 
 # JAX's monitoring events at the ends of compilation steps, and the step that follows.
@@ -269,14 +272,17 @@ def _is_computed(result: Any) -> bool:
 
 
 def _line_of(thread: int) -> Line | None:
-    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
-    lines: list[Line] = []
-    while frame is not None:
-        code = frame.f_code
-        number = frame.f_lineno or code.co_firstlineno  # None between two lines
-        lines.append(Line(code.co_filename, number, code.co_name))
-        frame = frame.f_back
-    return own_line(lines)
+    # Not by `sys._current_frames()`: while Python code goes from frame to frame, the other thread
+    # runs on, and Python 3.11 may crash. This writes all frames in one step.
+    with TemporaryFile() as file:
+        dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    _, _, frames = text.partition(f"hread 0x{thread:016x} ")  # "Thread" or "Current thread"
+    frames, _, _ = frames.partition("\n\n")
+    return own_line(
+        [Line(file, int(number), name) for file, number, name in _FRAME.findall(frames)]
+    )
 
 
 @cache
