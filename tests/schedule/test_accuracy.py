@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxpar.schedule import Timeline, target, timeline
-from jaxpar.tools.accuracy.band import Band, band_texts, bands, bands_of, text_of
+from jaxpar.tools.accuracy.band import Band, band_lines, bands, bands_of, text_of
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.validate import Held, bands_from, seconds_of, table
 from jaxpar.tools.timeline.event import Event
@@ -108,19 +108,16 @@ def test_the_bands_of_a_step_are_those_of_what_takes_its_time():
 
 
 def test_kinds_of_work_without_a_measurement_share_a_line():
-    taken = {"all-gather": 60e-6, "all-reduce": 50e-6, "all-to-all": 40e-6}
-    waits = [
-        event
-        for kind, seconds in taken.items()
-        for event in (
-            Event(kind, "", "transfer", f"tp {kind}", 0.0, seconds),
-            Event(kind, "", "wait", "compute", 0.0, seconds),
-        )
+    gathers = str(Band("TPU v4", "gather", True))
+    memory = str(Band("TPU v4", "memory", False))
+    matmuls = str(Band("TPU v4", "matmul", True, 9, -0.04, 0.06))
+    assert gathers == "TPU v4, large gathers: no measurement"
+    assert band_lines([gathers, matmuls]) == [matmuls, gathers]
+    assert band_lines([gathers, matmuls, memory, gathers, matmuls]) == [
+        matmuls,
+        "TPU v4, large gathers, small passes over memory: no measurement",
     ]
-    v4 = target("v4:2x2x1")
-    lines = band_texts(step(*waits), v4)
-    assert [one.rows for one in bands_of(step(*waits), v4)] == [0, 0, 0]
-    assert lines == ["TPU v4, large gathers, large sums, large all-to-alls: no measurement"]
+    assert band_lines([]) == []
 
 
 def test_bands_are_of_the_model_that_was_held_against_measurements():

@@ -116,11 +116,11 @@ class LowBit:
       dtype: `"int8"`, or `"float8_e4m3fn"`, which is more exact only if a row's largest numbers are
         hundreds of times the others.
       columns: largest size of a block; blocks divide the row evenly. None: the full row.
-      sums: dtype in which partial sums travel. None: their own. If 8-bit, it must equal `dtype`;
-        each hop of a ring rounds, a collective once.
+      sums: dtype in which partial sums travel. None: their own. If 8-bit, it must equal `dtype`.
+        Each hop of a ring rounds 8-bit sums; a collective rounds them once.
       cotangents: whether the backward pass gathers cotangents in 8 bits, too.
 
-    Rows are along the last dimension that is not gathered. A scale (float32) is a block's largest
+    A row runs along the last dimension that is not gathered. A scale (float32) is a block's largest
     magnitude over the dtype's largest number. A number that is not finite makes its block NaN.
     Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 

@@ -61,28 +61,28 @@ class Axis:
           operand; elsewhere as `"naive"`
         - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: one ring for each axis, or several in a single axis of a mesh from
-          `make_mesh`; on a torus they share no link. Matmuls may go along equally long axes one
-          after the other instead, if predicted to be faster.
+        - `"multi-ring"`: one ring for each axis; a single axis of a `make_mesh` mesh may have
+          several. On a torus, rings share no link. Matmuls may instead use equally long axes one at
+          a time, if predicted to be faster.
         - `"auto"`: in matmuls and ring attention, the mode predicted to be fastest for each pass
           (naive on CPUs and unknown chips); elsewhere as each function says
 
       backward: the mode of the backward pass of matmuls. None: `mode`.
-      wire_dtype: dtype in which partial sums travel. None: that of the result. Additions are in
-        float32 at least. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8
-        bits with scales, and sums as with None or as the `LowBit` says. Derivatives ignore the
-        rounding.
+      wire_dtype: dtype in which partial sums travel. None: that of the result. Rings add in float32
+        or wider. `"int8"`, `"float8_e4m3fn"` or a `LowBit`: gathered floats travel in 8 bits with
+        scales. Sums travel in the result's dtype, or in the `sums` of the `LowBit`. Derivatives
+        ignore the rounding.
       keep_gathered: whether a matmul saves the gathered operand for its derivative.
 
         - True: all but chunked modes save it. Layers with an `fsdp_axis` gather weights again.
         - False: it is gathered again (`"stationary"` gathers nothing).
-        - None: `"auto"` on TPUs saves it, unless it chooses chunks. So do two `"naive"` passes.
-          Otherwise, and in FSDP, it is gathered again.
+        - None: it is saved if both passes are `"naive"`, or by `"auto"` on TPUs unless it chooses
+          chunks. Otherwise, and in FSDP, it is gathered again.
 
       gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used. Only
-        FSDP, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed and returned
-        in the shards' dtype, and sent in it unless there is a `wire_dtype`. None: the shards'
-        dtype.
+        `fsdp_*` functions, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed
+        and returned in the shards' dtype, and sent in it unless there is a `wire_dtype`. None: the
+        shards' dtype.
 
     Raises:
       ValueError: there is no name, a name is repeated, or a mode is unknown.

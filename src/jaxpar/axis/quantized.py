@@ -28,12 +28,13 @@ else:
 class Quantized:
     """An array as 8-bit values and the scales that multiply them; a pytree.
 
-    Given in place of a gathered array, it travels as it is. It has no derivative.
+    Given in place of an array to gather, it travels as it is. One that you make has no derivative.
 
     Args:
       values: int8 or float8, in the array's shape.
-      scales: floats of the values' rank. Each dimension divides the values', so one scale serves a
-        block. Along the gathered dimension, each position or each device's block has one.
+      scales: floats of the values' rank. Each dimension divides that of the values; one scale
+        serves a block. Along the gathered dimension, give one for each device's block, or one for
+        each position.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
       dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
 

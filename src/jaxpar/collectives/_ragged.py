@@ -186,8 +186,9 @@ def ragged_all_to_all(
         the call is outside shard_map.
 
     Cost: a device sends the rows of its slices. The derivative sends as many back, and the offsets.
-    If sent slices overlap, it makes one exchange for each slice. On CPUs, equal slices take about
-    one all-to-all of the smaller of operand and output, and n if one device receives all.
+    For overlapping slices, the derivative makes one exchange for each slice. On CPUs, equal slices
+    cost about one all-to-all of the smaller of operand and output. If one device receives all, they
+    cost n.
 
     Example:
       >>> mesh = make_mesh("ep=2", devices=jax.devices()[:2])

@@ -141,7 +141,7 @@ def reduce_scatter(
       axis: mesh axes, or an `Axis`.
       dim: the dimension that is cut into one block a device, in logical order.
       tiled: True divides the dimension by n; False removes it, and its size must be n.
-      mode: as in `all_gather`, with `lax.psum_scatter`.
+      mode: as in `all_gather`, with `lax.psum_scatter` in place of `lax.all_gather`.
       wire_dtype: as in `Axis`. Rings add 16-bit floats in float32, and round at every hop.
 
     Returns:
@@ -189,8 +189,8 @@ def all_reduce(
     Args:
       x: pytree of local arrays, each device's partial sums.
       axis: mesh axes, or an `Axis`.
-      mode: as in `all_gather`, with `lax.psum`.
-      wire_dtype: as in `reduce_scatter`.
+      mode: as in `all_gather`, with `lax.psum` in place of `lax.all_gather`.
+      wire_dtype: as in `reduce_scatter`, for sums only.
 
     Returns:
       The same as `lax.psum(x, axis)`. Under `check_vma=True` it is typed as replicated over `axis`,

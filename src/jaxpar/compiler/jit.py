@@ -32,7 +32,7 @@ def jit(
 
     Args:
       fun: a function of global arrays. Inside another function of `jaxpar.jit`, the outer options
-        hold. None: a decorator is returned.
+        hold, and must include its `compiler_options`. None: a decorator is returned.
       mesh: the program's mesh. None: the context mesh (`jax.set_mesh`), or the default devices.
       compiler_options: a mapping that extends or overrides the chip's options. None: the chip's
         alone.
@@ -43,8 +43,8 @@ def jit(
       A function with `trace`, `lower`, `eval_shape` and `clear_cache`, as `jax.jit` returns.
 
     Raises:
-      ValueError: at a call or trace: `tuned` is stale, the program is for another device kind than
-        its options, or an enclosing `jax.jit` or `jaxpar.jit` lacks them.
+      ValueError: at a call or trace: `tuned` is stale, the options are for another device kind, or
+        an enclosing `jax.jit` or `jaxpar.jit` lacks them.
 
     Example:
       >>> mesh = make_mesh("tp=8")

@@ -30,7 +30,7 @@ def compiler_options(devices: Any = None, *, largest: Integer | None = None) -> 
       devices: a `jax.sharding.Mesh`, one of its devices, or a `jaxpar.schedule.Target`. None: the
         context mesh (`jax.set_mesh`), or the default devices.
       largest: bytes of the largest array that the program gathers or sums, on all devices together.
-        Up to 4 MiB, the options do not use SparseCores, whose start takes microseconds a
+        For 4 MiB or less, the options leave out SparseCores, whose start costs microseconds a
         collective. None: more than 4 MiB.
 
     Returns:

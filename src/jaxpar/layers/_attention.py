@@ -245,34 +245,34 @@ def parallel_attention(
 ) -> Array:
     """Computes multi-head attention and its projections, with heads sharded over `axis`.
 
-    `layout` below is `head_layout(heads, kv_heads, n)`.
+    `layout` below is `head_layout(heads, kv_heads, n)`, or with `fsdp_first`, `head_layout(heads,
+    kv_heads, n * f)`.
 
     Args:
       x: as in `column_parallel_linear`.
       w_q: local `[k, padded_heads * e / n]`, padded by `layout.pad_query`.
       w_k: local `[k, kv_heads * e / n]` if `layout.kv_sharded`, else full `[k, kv_heads * e]`.
-      w_v: like w_k. Its e may differ.
-      w_o: local `[padded_heads * e / n, m]`, padded by `layout.pad_output`.
+      w_v: like w_k, with its own head size u.
+      w_o: local `[padded_heads * u / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
-      attend: `(q, k, v) -> o` on local heads, q and o `[..., s, h, e]`, k and v `[..., s, g, e]`.
-        Query head `j` uses key and value head `j // (h // g)`. It must apply masks and positions,
-        and handle axes that shard the sequence further. Arrays with an entry for each query head,
-        such as sinks, must be padded and sharded like w_q.
+      attend: `(q, k, v) -> o` on local heads: q `[..., s, h, e]`, k `[..., s, g, e]`, v `[..., s,
+        g, u]`, o `[..., s, h, u]`. Query head `j` uses key and value head `j // (h // g)`. `attend`
+        must apply masks and positions, and handle other axes that shard the sequence. Arrays with
+        an entry for each query head, such as sinks, must be padded and sharded like w_q.
       heads: query heads, without padding.
       kv_heads: key and value heads.
       biases: a tuple for q, k, v and o: arrays or None, sharded like the columns of their weights.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`, or a pair: one for q, k and v, one for o.
-      fsdp_first: True if `fsdp_axis` comes first where both shard heads: `P(None, ("fsdp", "tp"))`
-        for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)` and
-        `layout = head_layout(heads, kv_heads, n * f)`.
+      fsdp_first: True if `fsdp_axis` precedes `axis` where both shard heads: `P(None, ("fsdp",
+        "tp"))` for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)`.
       preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      As `row_parallel_linear`. Padding heads are masked around `attend`; their weights get zero
-      gradients.
+      As `row_parallel_linear`. Padding heads are zeros in q and in `attend`'s result; their weights
+      get zero gradients.
 
     Raises:
       TypeError, ValueError: as in `column_parallel_linear`; also if heads do not fit, or `attend`

@@ -51,16 +51,16 @@ def reduce_compressed_gradients(
       `(sums, error)`, pytrees like `grads`. Sums are typed as replicated under `check_vma=True`;
       leaves already typed so stay as they are. Errors have their leaf's shape, in float32 or wider,
       and vary over `axis`: keep them sharded. The sums of all steps so far, plus all devices'
-      current errors, are exact.
+      current errors, equal the exact sums.
 
-      Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0], or
-      the leaf's shape for floats of fewer than 32 bits.
+      Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0]; that
+      of floats below 32 bits has the leaf's shape, as their sums are rounded.
 
       If a gradient is not finite, all sums that share its scale are NaN, and all errors stay as
       before. Skip such a step.
 
     Raises:
-      TypeError: as in `reduce_gradients`, or the wire has more than 8 bits.
+      TypeError: a leaf is of bools, or the wire has more than 8 bits.
       ValueError: `specs` is no prefix of `grads`, or the error does not fit.
 
     Cost: a device sends (n-1)/n of the leaves in 8 bits in an all-to-all, and as much to gather

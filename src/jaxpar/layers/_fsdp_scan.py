@@ -168,7 +168,7 @@ def fsdp_scan(
       stacked_params: pytree of local shards `[layers, ...]`.
       x: pytree of local arrays. Layers keep its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
-      dim: as in `fsdp_gather`, of one layer's parameters.
+      dim: as in `fsdp_gather`, not counting the dimension of layers.
       policy: residuals to save besides a layer's input, as in `jax.checkpoint`, such as
         `jax.checkpoint_policies.save_only_these_names("attention")`. None: no others.
 
@@ -182,8 +182,8 @@ def fsdp_scan(
     Cost: a device sends (n-1)/n of each layer's weights in each pass, and of their gradients in the
     wire's dtype. Residuals are layers' inputs, the shards, and those that `policy` saves; the rest
     is recomputed. Gathered weights are never saved, but `policy` may save casts of them. One
-    layer's weights are gathered at a time, during the layer's own work if collectives are
-    asynchronous (`jaxpar.compiler_options`).
+    layer's weights are gathered at a time, without prefetching. With asynchronous collectives
+    (`jaxpar.compiler_options`), gathers overlap with that layer's own work.
 
     Example:
       >>> mesh = make_mesh("fsdp=8")

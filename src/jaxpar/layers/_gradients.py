@@ -72,18 +72,18 @@ def mean_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes the mean loss and its gradient inside `jax.shard_map`.
 
-    With either `check_vma`, gradients equal those on one device. They are summed over `axis` once,
-    after all microbatches.
+    With `check_vma` True or False, gradients equal those on one device. They are summed over `axis`
+    once, after all microbatches.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars as in `mean_loss`.
-        They may differ between devices along `axis`, and are equal along other axes.
+        They may differ along `axis` and `groups`, and are equal along other axes.
       axis: all mesh axes that losses are spread over. Sums are `lax.psum`s; those of gradients use
         the `wire_dtype` of an `Axis`. `()`: each device has the full loss.
       specs: pytree prefix of `PartitionSpec`s for params. Needed under `check_vma=False`, only
         checked otherwise.
-      groups: mesh axes along which parameters and losses are independent, without sums. Under
-        `check_vma=False`, axes that `loss_fn` never names are treated so, too.
+      groups: mesh axes along which each index has its own parameters and loss; nothing is summed
+        over them. Under `check_vma=False`, axes that `loss_fn` never names are treated so, too.
       microbatches: the number of parts of dimension 0 of every batch leaf.
       bucket_bytes: as in `reduce_gradients`.
       has_aux: whether `loss_fn` returns `((loss_sum, weight), aux)`, aux a pytree of arrays.
@@ -100,9 +100,9 @@ def mean_value_and_grad(
         `axis`, or parameters over `groups`; specs are wrong, or missing under `check_vma=False`; a
         layer in `loss_fn` got a replicated parameter that must be sharded.
 
-    Cost: sums of replicated parameters' gradients, 2 (n-1)/n of their bytes. Over axes outside
-    `axis` they are summed in each microbatch under `check_vma=True`, else once at the end.
-    `loss_fn` may be traced twice. Microbatches hold all gradients in float32 or wider.
+    Cost: sums of replicated parameters' gradients, 2 (n-1)/n of their bytes. Over other axes
+    gradients are summed in each microbatch under `check_vma=True`, else once at the end. `loss_fn`
+    may be traced twice. With microbatches, all gradients are accumulated in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("dp=2,tp=4")

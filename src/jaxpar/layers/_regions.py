@@ -67,13 +67,13 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       axis: mesh axes, or an `Axis` with a `wire_dtype`. Sums are always `lax.psum`s.
 
     Returns:
-      The sum, in the dtype of x, typed as replicated under `check_vma=True`. The derivative passes
-      the cotangent on unchanged.
+      The sum, in the dtype of x. Under `check_vma=True` it is typed as replicated, and the
+      derivative passes the cotangent on unchanged.
 
     Raises:
       ValueError: x is typed as replicated over `axis`.
 
-    Cost: one psum a leaf; under `check_vma=False`, also one backward.
+    Cost: one psum a leaf; under `check_vma=False`, also one backward, of cotangents.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -105,8 +105,8 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       dim: the dimension to join, in logical order.
 
     Returns:
-      The full array, typed as replicated over `axis` under `check_vma=True`. The derivative takes
-      this device's block of the cotangent.
+      The full array. Under `check_vma=True` it is typed as replicated over `axis`, and the
+      derivative takes this device's block of the cotangent.
 
     Raises:
       ValueError: x is typed as replicated over `axis`, or `dim` is out of range.
@@ -134,7 +134,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local arrays, usually replicated over `axis`.
-      axis: mesh axes. The derivative is always a `lax.all_gather`.
+      axis: mesh axes. A mode has no effect.
       dim: the dimension to cut, in logical order.
 
     Returns:

@@ -54,7 +54,7 @@ def ring_attention(
       axis: mesh axes that shard the sequence, or an `Axis`. Its `wire_dtype` is only for sums of
         the gradients of k and v.
       segments: local integers `[..., s/n]`, each position's document. A query sees only keys of its
-        own segment, and none of a negative one.
+        own segment. Negative segments see, and are seen by, nothing.
       lengths: integers `[...]`, replicated over `axis`: how many positions of each full sequence
         count. Later keys are not seen, later results are 0.
       causal: whether a query sees no later keys.
@@ -86,10 +86,10 @@ def ring_attention(
     compute five matmuls. Residuals are q, k, v, the result and two float32 numbers a query and
     head. At most `(s/n)^2 h` scores exist at a time.
 
-    With a window, a device computes only keys within reach. In unidirectional and bidirectional
-    modes, it receives blocks only from the r nearest devices on each side that the window reaches,
-    or on both sides in zigzag order. r is the window's longer side over s/n, in zigzag order over
-    s/(2n), rounded up. Windows of n-1 blocks or more bring all blocks.
+    With a window, a device computes only scores of keys within reach. In unidirectional and
+    bidirectional modes, it receives blocks only from the r nearest devices: on the sides that the
+    window reaches, in zigzag order on both. r is the window's longer side over s/n, in zigzag order
+    over s/(2n), rounded up. Windows of n-1 blocks or more bring all blocks.
 
     The result and the two float32 numbers have the name "attention". A `jax.checkpoint` with
     `jax.checkpoint_policies.save_only_these_names("attention")` does not repeat the forward pass.

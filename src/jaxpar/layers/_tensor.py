@@ -36,19 +36,20 @@ def column_parallel_linear(
 
     Args:
       x: local `[..., s/n, k]`, or replicated `[..., s, k]` with `sequence_dim=None`.
-      w: local `[k, m/n]`, n the size of `axis`, in x's dtype, or a tuple of weights with any m,
-        which share one gather. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`.
+      w: local `[k, m/n]`, n the size of `axis`, or a tuple of weights with any m, which share one
+        gather of x. With an `fsdp_axis` of size f, `[k/f, m/n]` or `[k, m/(n f)]`. Its dtype, or
+        the `gather_dtype` of `fsdp_axis`, must be x's dtype.
       axis: mesh axes, or an `Axis` with a mode and `wire_dtype` as in `all_gather_matmul`.
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
       fsdp_axis: further mesh axes that shard weights, or an `Axis` as in `fsdp_gather`. Weights are
-        gathered in both passes. A `gather_dtype` must be the dtype of x.
+        gathered in both passes.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard m, all weights and biases need one order of axes: with
+    If `axis` and `fsdp_axis` both shard m, all weights and biases need one order of axes: with
     `P(None, ("fsdp", "tp"))`, use `P(("fsdp", "tp"))` for the bias and for w of the next
     `row_parallel_linear`.
 
@@ -108,8 +109,8 @@ def row_parallel_linear(
 
     Args:
       x: local `[..., s, k/n]`, as from `column_parallel_linear`.
-      w: local `[k/n, m]` in x's dtype. With an `fsdp_axis` of size f, `[k/(n f), m]` or
-        `[k/n, m/f]`.
+      w: local `[k/n, m]`, or with an `fsdp_axis` of size f, `[k/(n f), m]` or `[k/n, m/f]`. Dtype
+        as in `column_parallel_linear`.
       axis: mesh axes, or an `Axis` with a mode and `wire_dtype` as in `matmul_reduce_scatter`.
       bias: `[m]`, replicated over `axis`, or `[m/f]` over `fsdp_axis`; added once, after the sum.
       sequence_dim: the scattered dimension of the result, any but the last, or None.
@@ -175,8 +176,7 @@ def gated_mlp(
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
-    If both axes shard h, all weights and biases need one order of axes, as in
-    `column_parallel_linear`.
+    If `axis` and `fsdp_axis` both shard h, orders of axes are as in `column_parallel_linear`.
 
     Returns:
       As `row_parallel_linear`.

@@ -50,9 +50,9 @@ def vocab_parallel_embedding(
       replicated under `check_vma=True`. Tokens outside `[0, v)` give zeros and no gradient.
 
     Raises:
-      ValueError: the table has another rank, is typed as replicated over `axis`, or comes from a
-        layout with padding between rows (`Split`); tokens vary over `axis`; the size of `axis` does
-        not divide the sequence.
+      ValueError: the table has another rank, is typed as replicated over `axis`, or has the shape
+        of one that a layout pads between rows (`Split`); tokens vary over `axis`; the size of
+        `axis` does not divide the sequence.
 
     Cost: a reduce-scatter of the result, or an all-reduce with `sequence_dim=None`. The sum is
     exact in any dtype, since only one device has a nonzero row. The derivative all-gathers a
@@ -186,8 +186,8 @@ def vocab_parallel_cross_entropy(
       TypeError: dtypes differ or are no floats.
       ValueError: shapes do not fit; an option is out of range; w, a bias, or sharded x or labels
         are typed as replicated over `axis`; labels vary over it with `sequence_dim=None`; w has the
-        full `vocabulary`; w comes from a padded layout and `vocabulary` is missing, or from one
-        with padding between rows (`Split`).
+        full `vocabulary`; w has the shape of a table that a layout pads, and `vocabulary` is
+        missing or the padding is between rows (`Split`).
 
     Cost: a matmul of all tokens with `w`, three in the derivative. Devices all-reduce three float32
     numbers for each token. Each sends (n-1)/n of x in each pass, and of its gradient; with

@@ -49,8 +49,8 @@ def all_gather_matmul(
 
     Returns:
       `[..., m]` with the full gathered dimension, varying over `axis` and all axes of the operands.
-      A tuple gives a tuple. If one operand is replicated over an axis over which the other varies,
-      its gradient is summed there.
+      A tuple gives a tuple. An operand's gradient is summed over axes over which only the other
+      operand varies.
 
     Raises:
       TypeError: dtypes differ.
@@ -172,8 +172,8 @@ def matmul_all_reduce(
         padded.
 
     Cost: each of n devices sends 2 (n-1)/n of the result. Only the reduce-scatter, in the wire's
-    dtype, is overlapped. The gather and the derivative are as in `all_reduce`; sums of cotangents
-    are overlapped, too.
+    dtype, is overlapped. The gather and the derivative are as in `all_reduce`. Sums of second
+    derivatives are overlapped.
 
     Example:
       >>> mesh = make_mesh("tp=8")
@@ -215,8 +215,8 @@ def collective_einsum(
       lhs: local operand.
       rhs: local operand, or a tuple, which shares one gather of lhs.
       axis: mesh axes, or an `Axis`.
-      gather: the label along which an operand is sharded. If both operands have this label, the
-        shorter one is sharded.
+      gather: the label along which an operand is sharded. If both have it, the one that is shorter
+        along it is sharded.
       scatter: the label along which the sum over the ring is scattered. Give either `gather` or
         `scatter`.
       mode: as in `all_gather_matmul`.

@@ -47,11 +47,10 @@ def make_mesh(
       ValueError: axes are malformed or repeated, `axis_types` has other names, or the product of
         sizes is not the number of devices.
 
-    On TPUs, with a box of chips of one device each and up to four axes longer than 1, all
-    neighbours are one link apart if any order allows it. Otherwise later axes are served first:
-    with rings of one link, then with shorter steps. Devices of one chip are neighbours on the last
-    axis whose size allows it. Slices of equal shape are divided over the first axes, and get the
-    same layout.
+    On a full box of one-device TPU chips, with up to four axes longer than 1, all neighbours are
+    one link apart if any order allows it. Otherwise later axes take precedence: first for rings of
+    one link, then for shorter steps. Devices of one chip are neighbours on the last axis whose size
+    allows it. TPU slices of equal shape lie along the first axes, all with the same layout.
 
     Other TPU devices keep their order. Other platforms use `jax.experimental.mesh_utils`.
 
@@ -197,6 +196,7 @@ def ring_order(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.ndarray, " s
     `lax.ppermute` count in the order of the *mesh*.
 
     Args:
+      mesh: devices, real or described.
       axis: mesh axes in any order.
 
     Returns:
@@ -222,6 +222,7 @@ def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.nda
     once.
 
     Args:
+      mesh: as in `ring_order`.
       axis: a mesh axis, which gives its ring, or several of 3 devices or more.
 
     Returns:
@@ -258,12 +259,11 @@ def edge_disjoint_rings(mesh: Mesh | AbstractMesh, axis: AxisLike) -> Int[np.nda
 def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
     """Returns the number of physical links from each device of a ring to the next.
 
-    A ring is fast if all are 1: each transfer has its own link. A ring over several axes jumps
-    where its last axis begins again. `edge_disjoint_rings` do not jump, if each axis by itself has
-    hops of at most 1.
+    A ring is fast if all are at most 1: each transfer has its own link. A ring over several axes
+    has a longer hop where its last axis begins again; `edge_disjoint_rings` avoid it.
 
     Args:
-      mesh: a mesh of real or described devices.
+      mesh: as in `ring_order`.
       axis: mesh axes in any order.
 
     Returns:

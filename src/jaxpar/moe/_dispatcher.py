@@ -36,7 +36,7 @@ class RaggedDispatcher:
 
     `from_target_device_ids` makes it, inside `jax.shard_map`. A device receives at most `capacity`
     rows, sorted by sending device, in the order in which that device holds them. Rows that do not
-    fit are not sent; these are the last in that order.
+    fit are not sent: the last of the receive buffer's order.
 
     A plan is a pytree. It may be used any number of times.
 
@@ -182,7 +182,8 @@ class RaggedDispatcher:
         Returns:
           `(received, valid)`: arrays `[capacity, ...]`, and `bool[capacity]`, True for the first
           rows, which arrived. Others hold *anything*, NaN included: mask them by `jnp.where` before
-          any arithmetic. Their cotangents are not read.
+          anything that sums over rows, such as the gradient of a weight. Their cotangents are not
+          read.
 
         Raises:
           TypeError: an array is of keys.

@@ -62,7 +62,7 @@ def apply_experts(
       x: `[a, d]`, as `lhs` of `grouped_matmul`.
       experts: `Experts`, or a mapping with the same keys; all but biases in `x`'s dtype.
       group_sizes: integers `[e]`, the rows of each expert.
-      activation: a function of `[rows, f]`, of each row alone, or a
+      activation: elementwise, or of each row of `[rows, f]` alone; or a
         `jaxpar.layers.GatedActivation`.
       weights: factors of the result's rows, floats `[a]`, or None. Those of rows without an expert
         may be anything.

@@ -89,7 +89,7 @@ def moe_layer(
         `"auto"` takes the one predicted to be faster: `"all_gather"` if a token goes to nearly all
         devices, or, on TPUs with a 2-dimensional torus, to about 4 or more.
       chunks: pieces of the tokens. Each is sent while experts compute the previous one.
-      capacity: the capacity of `limit_capacity`, if any, for smaller buffers.
+      capacity: the `capacity` that you gave to `limit_capacity`, if any; it makes buffers smaller.
       buffer_factor: the size of receive buffers, in multiples of a balanced load. Pairs of token
         and expert that do not fit are lost, and counted in `Statistics.overflow`. With None nothing
         is lost: buffers have room for all devices' tokens, or for as many as `capacity` allows.
@@ -98,14 +98,14 @@ def moe_layer(
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
-      sequence_dim: with `tp_axis`, None if tokens are replicated over it, any integer if they are
-        sharded. A wrong None raises no error.
+      sequence_dim: with `tp_axis`, None if tokens are replicated over it, else an integer, whose
+        value is ignored. A wrong None raises no error.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
         experts. Biases are sharded along their last dimension.
       precision: as in `jax.lax.dot_general`.
-      implementation: as in `grouped_matmul`. On GPUs and CPUs, `"auto"` computes `m + 3 sqrt(m)`
-        slots of each expert by a batched matmul, with m its average load, and further rows by
+      implementation: as in `grouped_matmul`. On GPUs and CPUs, `"auto"` computes an expert's first
+        `m + 3 sqrt(m)` rows (slots), m its average load, by a batched matmul, and the rest by
         `"blocks"`.
 
     Returns:
@@ -119,10 +119,10 @@ def moe_layer(
         over an axis that shards them, or an option is unknown or out of range.
 
     Cost: `"ragged"` sends a token's row, k integers and k weights (for k experts a token) to each
-    of its devices, and a row returns. `"all_gather"` sends (n-1) t rows in each direction, for t
-    local tokens. A pair of token and expert takes matmuls of 2 d f FLOPs each. Empty slots cost as
-    much. An expert's slots are rounded up to a multiple of 32 (on CPUs 16). The derivative sends as
-    much and computes twice as much.
+    of its devices, and a row returns. `"all_gather"` sends (n-1) t rows for dispatch and as many
+    for results, t local tokens. A pair of token and expert takes matmuls of 2 d f FLOPs each. Empty
+    slots cost as much. An expert's slots are rounded up to a multiple of 32 (on CPUs 16). The
+    derivative sends as much and computes twice as much.
 
     Example:
       >>> mesh = make_mesh("ep=8")

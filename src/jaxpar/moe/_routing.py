@@ -104,7 +104,7 @@ def route(
 
     Raises:
       ValueError: shapes do not fit, there are too few experts to choose from, `groups` does not
-        divide them or has no `top_groups`, or `scoring` is unknown.
+        divide E or lacks `top_groups`, or `scoring` is unknown.
 
     Cost: nothing is sent.
 

@@ -154,13 +154,13 @@ def ways(
       *args: global arrays, or `jax.ShapeDtypeStruct`s.
       target: devices that need not be present, from `jaxpar.schedule.target`. None: those of the
         context mesh (`jax.set_mesh`), else of the program's meshes.
-      compiler_options: the program's options. None: those of a `jaxpar.jit` function, else those of
-        the target's or context's chip.
+      compiler_options: the program's options. None: those of `f` if `jaxpar.jit` made it, else
+        those of the target's or context's chip.
 
     Returns:
       A `Ways`, printed as a table. Each of its `sites` has `name`, `part` (such as `"forward"`),
-      `line`, `algorithms`, and the one `taken`. Backward passes are listed even if no gradients are
-      taken. Call sites with equal operands are listed once.
+      `line`, `algorithms` (modes with predicted times), and the mode `taken`. Backward passes are
+      listed even if no gradients are taken. Call sites with equal operands are listed once.
 
     Raises:
       Exception: any error of tracing.

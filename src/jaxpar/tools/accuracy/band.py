@@ -24,6 +24,7 @@ _PLURALS = {
     "permute": "permutes",
     "all-to-all": "all-to-alls",
 }
+_NONE = ": no measurement"
 _KINDS = {
     "all-gather": "gather",
     "all-reduce": "sum",
@@ -43,20 +44,21 @@ class Band:
     high: float = 0.0
 
     def __str__(self) -> str:
+        what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
+        if not self.rows:
+            return f"{what}{_NONE}"
         rows = f"{self.rows} measurement{'s' * (self.rows > 1)}"
-        return f"{self.chip}, {self.what}: {self.low:+.0%} to {self.high:+.0%} in {rows}"
-
-    @property
-    def what(self) -> str:
-        return f"{'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
+        return f"{what}: {self.low:+.0%} to {self.high:+.0%} in {rows}"
 
 
-def band_texts(played: Timeline, target: Target) -> list[str]:
-    """Returns a line for each measured kind of work, and one for all others."""
-    found = bands_of(played, target)
-    lines = [str(band) for band in found if band.rows]
-    others = [band.what for band in found if not band.rows]
-    return lines + ([f"{found[0].chip}, {', '.join(others)}: no measurement"] if others else [])
+def band_lines(bands: Iterable[str]) -> list[str]:
+    """Returns the texts of bands, each once, with all that lack a measurement in one line."""
+    found = list(dict.fromkeys(bands))
+    # Of one chip, whose name comes first.
+    others = [text.removesuffix(_NONE).split(", ", 1) for text in found if text.endswith(_NONE)]
+    lines = [text for text in found if not text.endswith(_NONE)]
+    kinds = ", ".join(what for _, what in others)
+    return [*lines, f"{others[0][0]}, {kinds}{_NONE}"] if others else lines
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:

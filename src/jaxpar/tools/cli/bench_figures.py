@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
 from jaxpar.schedule import CompiledProgram, Floor, timeline
-from jaxpar.tools.accuracy.band import band_texts
+from jaxpar.tools.accuracy.band import band_lines, bands_of
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.accuracy.nearest import Wanted, is_sending, nearest
 from jaxpar.tools.cli.bench_reasons import Host, Reason, reasons_of
@@ -127,7 +127,7 @@ def _predicted(
             "predicted": played.total,
             "is_least": played.is_least,
             "estimate": played.estimate,
-            "bands": tuple(band_texts(played, program.target)),
+            "bands": tuple(map(str, bands_of(played, program.target))),
             "reasons": reasons_of(program, played, floor, ring, measured, host),
         }
     except Exception as reason:  # a compiler may write anything
@@ -220,7 +220,7 @@ def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
 
 
 def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
-    bands = dict.fromkeys(text for _, one in known for text in one.bands)
+    bands = band_lines(text for _, one in known for text in one.bands)
     watched = "" if clocks is None else f"\nclocks: {clocks.mhz:.0f} of {clocks.most:.0f} MHz."
     return (
         "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, simulated (~ by "

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.tools.accuracy.band import band_texts
+from jaxpar.tools.accuracy.band import band_lines, bands_of
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line, chain_text
@@ -54,7 +54,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
-        "bands": band_texts(found.predicted or played, program.target),
+        "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
             asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
@@ -143,7 +143,7 @@ def heading(record: Record) -> list[str]:
         lines.append(f"{held} of memory")
     lines.append(f"({_source(record)})")
     lines += map(at_least, record["kernels_of_unknown_cost"])
-    bands = record["bands"]
+    bands = band_lines(record["bands"])
     lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops of unknown length count as one iteration: {', '.join(loops)}")

@@ -31,16 +31,17 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
 
     Args:
       timeout_s: seconds to wait for the others.
-      values: meshes, layouts, configurations, optimizers, keys, pytrees of arrays or shapes, nested
-        in any way. Programs, as in `step=jax.jit(step).lower(*args)`, are compared by operations;
-        functions by code, defaults and closure, not globals; other objects by pickled state. Arrays
-        are compared by numbers if a process has all of them, otherwise by dtype, shape and
-        sharding. For a batch that differs by process pass `jax.eval_shape(lambda: batch)`.
+      **values: meshes, layouts, configurations, optimizers, keys, pytrees of arrays or shapes,
+        nested in any way. Programs, as in `step=jax.jit(step).lower(*args)`, are compared by
+        operations; functions by code, defaults and closure, not globals; other objects by pickled
+        state. Arrays are compared by value if a process holds the full array, otherwise by dtype,
+        shape and sharding. For a batch that differs by process pass `jax.eval_shape(lambda:
+        batch)`.
 
     Raises:
       ValueError: processes differ; all raise it, with both sides and the first difference.
       TimeoutError: processes are missing; the message lists them. At exit, JAX waits for dead
-        processes for the `heartbeat_timeout_seconds` of `initialize`.
+        processes for the `heartbeat_timeout_seconds` of `jax.distributed.initialize`.
 
     Cost: a message of some hundred bytes from each process to process 0. Arrays are copied to the
     host one at a time.

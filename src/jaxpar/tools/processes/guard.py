@@ -31,18 +31,19 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
     """Watches a step: after a time limit, every process prints what each one is executing.
 
     If a process is missing, slow, compiling or in another program, the others hang in a collective
-    or compute garbage. After the limit, when a process is gone, or when programs differ, all print
-    what is wrong, and the first collective that needs a missing process.
+    or compute garbage. All print what is wrong at the limit, if a process is gone, or if programs
+    differ. They name the first collective that needs a missing process.
 
-    Each new program of a jitted function is compared before it is compiled. If programs differ, all
-    processes that have not started theirs raise an error with the first difference. Calls must come
-    in the same order in all processes, from one thread.
+    Each new program of a jitted function is compared before it is compiled. If programs differ,
+    each process whose program has not started raises an error with the first difference. Calls must
+    come in the same order in all processes, from one thread.
 
     Args:
-      what: a function of `jax.jit` or `jaxpar.jit`; any other function, reported by its Python line
-        and compilations; or a step's name, for `with`.
+      what: a function of `jax.jit` or `jaxpar.jit`; any other function, for which the Python line
+        and compilations are printed; or a step's name, for `with`.
       timeout_s: seconds without progress until all print; they print again after twice as long, and
-        so on. Choose more than your longest step, without compilation if `what` is jitted.
+        so on. Choose more than your longest step takes; do not count compilation if `what` is
+        jitted.
       exit_code: the status with which the process ends after printing. None: it goes on waiting.
 
     Returns:
@@ -52,9 +53,9 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
     Raises:
       ValueError: `timeout_s` is not positive; from the guarded function: programs differ.
 
-    Cost: nothing in the compiled program. A call takes 5 us longer (measured on a CPU), and up to 1
-    us for each array argument, while the device works. A thread sends half a kilobyte to process 0
-    twice a second. A new program is lowered and compared once.
+    Cost: nothing in the compiled program. A call takes the host 5 us more (measured on a CPU), and
+    up to 1 us for each array argument, while the device works. A thread sends half a kilobyte to
+    process 0 twice a second. A new program is lowered and compared once.
 
     Example:
       >>> step = guard(jax.jit(lambda x: x + 1), timeout_s=30)

@@ -39,14 +39,14 @@ def initialize(
 
     Wraps `jax.distributed.initialize`, which needs no arguments for Slurm, Open MPI, Kubernetes and
     TPU pods. A process that finds no others does nothing. With an address, processes first wait for
-    each other. A missing one raises a `TimeoutError`; JAX alone would end the process.
+    each other. If one is missing, the others raise a `TimeoutError`; JAX alone would end them.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
       num_processes: the number of processes.
       process_id: the number of this process, from 0.
       timeout_s: seconds to wait for the others.
-      more: as for `jax.distributed.initialize`.
+      **more: as for `jax.distributed.initialize`.
 
     Returns:
       The current `describe()`.
