@@ -56,8 +56,8 @@ print(np.vectorize(lambda device: device.id)(mesh.devices))
 assert dict(mesh.shape) == {"dp": 2, "tp": 4}
 
 # %% [markdown]
-# On TPU, `make_mesh` also maps axes to links between chips, the last axis first. Put the axis with
-# the most traffic last.
+# On TPU, `make_mesh` also maps axes to links between chips. It maps the last axis first. Put the
+# axis with the most traffic last.
 #
 # ## 2. Specs: who has which block
 #
@@ -107,8 +107,8 @@ plt.show()
 
 # %% [markdown]
 # `P(("dp", "tp"))` and `P(("tp", "dp"))` both shard rows over eight devices, but device 1 gets
-# different rows. In `jax.shard_map`, nothing raises if `in_specs` has one and `out_specs` the
-# other: the rows are shuffled.
+# different rows. If a function's arguments are split by one order and its results joined by the
+# other, nothing raises: the rows are shuffled.
 #
 # ## 3. Three kinds of axes
 #
@@ -142,8 +142,8 @@ with jax.set_mesh(explicit):
 np.testing.assert_allclose(y, x @ w)
 
 # %% [markdown]
-# The contracted dimension is sharded over `tp`, so each device has a partial sum. The total can go
-# to all devices (an all-reduce) or be scattered (a reduce-scatter).
+# The contracted dimension is sharded over `tp`, so each device has a partial sum. Each device along
+# `tp` can get the total (an all-reduce, as here) or a part of it (a reduce-scatter).
 #
 # ## 4. Inside `jax.shard_map`
 #

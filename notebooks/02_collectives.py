@@ -22,9 +22,9 @@
 # 2. the bytes that a device sends
 # 3. the derivative of each collective
 # 4. an all-to-all of equal blocks: from sharded sequences to sharded heads
-# 5. when a transfer can hide behind a matmul
+# 5. when a transfer can hide behind a matmul: run during it, and take no extra time
 #
-# Bytes are the same on any machine.
+# The bytes counted here are the same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -70,7 +70,7 @@ def scatter(x):
 
 
 def reduce(x):
-    return lax.pcast(lax.psum(x, "x"), "x", to="varying")  # the same value on all devices
+    return lax.pcast(lax.psum(x, "x"), "x", to="varying")  # equal; out_specs=P("x") wants varying
 
 
 def exchange(x):
@@ -127,9 +127,9 @@ plt.show()
 #
 # ## 2. The bytes that a device sends
 #
-# With `n` devices and a full array of `B` bytes, the best ring algorithm sends from each device:
+# With `n` devices and a full array of `B` bytes, each device sends at best:
 #
-# | collective | before | after | a device sends |
+# | collective | bytes of a device before | after | a device sends |
 # |---|---|---|---|
 # | all-gather | B/n | B | B (n-1)/n |
 # | reduce-scatter | B, a partial sum | B/n | B (n-1)/n |
@@ -182,11 +182,14 @@ assert counted["reduce-scatter"].backward == {"all_gather": 1}
 assert counted["all-reduce"].backward == {}
 
 # %% [markdown]
-# With `check_vma=True` the all-reduce sends nothing backward. JAX types a gathered array as
-# varying, so `out_specs=P()` raises an error. `jaxpar.layers.gather_region` gathers and types the
-# result as replicated. Its derivative takes the local block and sends nothing. Use it if the full
-# array leaves as replicated. Before a matmul with a sharded weight, `lax.all_gather` sends less
-# backward.
+# With `check_vma=True` the all-reduce sends nothing backward.
+#
+# JAX types a gathered array as varying, so `out_specs=P()` raises an error.
+# `jaxpar.layers.gather_region` gathers and types the result as replicated. Its derivative takes the
+# local block and sends nothing. Use it if `jax.shard_map` returns the full array with
+# `out_specs=P()`. Before a matmul with a sharded weight, use `lax.all_gather`: after
+# `gather_region` the gradient needs an all-reduce, which sends more than the reduce-scatter of
+# `lax.all_gather`.
 
 # %%
 gathered = jax.shard_map(
@@ -231,9 +234,10 @@ print(f"gathers of k and v: {2 * 7 * block} bytes")
 assert counts.forward_bytes == 4 * 7 / 8 * block
 
 # %% [markdown]
-# The all-to-all needs at least as many heads as devices. With fewer heads, or if the full sequence
-# does not fit on a device, use [ring attention](11_ring_attention.ipynb). If the number of rows per
-# device is known only at run time, the exchange is ragged ([experts](09_expert_dispatch.ipynb)).
+# The number of heads must be a multiple of the number of devices. With fewer heads, or if the full
+# sequence does not fit on a device, use [ring attention](11_ring_attention.ipynb). If the number of
+# rows sent to each device is known only at run time, blocks differ in size (a *ragged* exchange)
+# ([experts](09_expert_dispatch.ipynb)).
 #
 # ## 5. When can a transfer hide?
 #
@@ -243,8 +247,8 @@ assert counts.forward_bytes == 4 * 7 / 8 * block
 #
 # $$\frac{\text{compute}}{\text{send}} \approx \frac{2\, c / F}{2 / W}$$
 #
-# with `F` FLOP/s and `W` bytes/s per chip, on its two links of the ring. A transfer can hide behind
-# `F / W` or more *local columns*. `F / W` is the FLOPs per byte sent.
+# where a chip computes `F` FLOP/s and sends `W` bytes/s over its two links of the ring together. A
+# transfer can hide behind `F / W` or more *local columns*. `F / W` is the chip's FLOPs per byte.
 
 
 # %%

@@ -144,8 +144,8 @@ compare(scatter, lambda x: lax.psum_scatter(x, "x", tiled=True))
 #
 # ## 3. Several axes and their order
 #
-# A ring may run over several mesh axes. The order of the tuple numbers the devices. The last axis
-# counts fastest.
+# A ring may run over several mesh axes. The order of the axes in the tuple numbers the devices. The
+# last axis counts fastest.
 
 # %%
 grid = jaxpar.make_mesh("x=2,y=4")
@@ -246,8 +246,8 @@ assert not np.allclose(shuffled, x @ w)
 # ## 4. Links per step
 #
 # Second rule: **neighbours in the ring should share a link.** A step lasts as long as its slowest
-# transfer. A transfer to a distant chip occupies every link on its path. Assume 2 x 4 chips as
-# drawn, without wrap-around links, and count the links of each transfer:
+# transfer. A transfer to a distant chip occupies every link on its path. Assume 2 x 4 chips with
+# links only between neighbours in the grid, and count the links of each transfer:
 
 
 # %%
@@ -270,12 +270,12 @@ assert links_of_transfers(jaxpar.ring_order(grid, ("y", "x"))).max() > 1
 # link for each transfer: along one row, and back along the other.
 #
 # On TPU, `jaxpar.ring_hops(mesh, axes)` counts links, with the chips' real coordinates and
-# wrap-around links. For long hops, give `make_mesh` one axis in place of several, or
-# `jax.sharding.Mesh` another order of devices. CPU devices, and GPUs behind a switch, have no
-# coordinates, so every transfer counts as one hop.
+# wrap-around links. If a transfer needs several links, give `make_mesh` one axis in place of
+# several, or `jax.sharding.Mesh` another order of devices. CPU devices, and GPUs behind a switch,
+# have no coordinates, so every transfer counts as one hop.
 
 # %%
-print(jaxpar.ring_hops(grid, ("y", "x")))  # one row a ring
+print(jaxpar.ring_hops(grid, ("y", "x")))  # one row per ring
 assert (jaxpar.ring_hops(grid, ("y", "x")) == 1).all()
 
 # %% [markdown]

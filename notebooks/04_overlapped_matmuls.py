@@ -28,8 +28,8 @@
 #
 # Everything runs on eight CPU devices in one process, which share a few cores. **Nothing overlaps
 # here, and nothing below measures speed** ([notebook 15](15_processes.ipynb) measures, with several
-# processes). CPUs show the program exactly: its transfers, their bytes and order, and the memory in
-# use.
+# processes). CPUs show the program that they run: its transfers, their bytes and order, and its
+# memory.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -252,10 +252,10 @@ np.testing.assert_allclose(fsdp(x, w), x @ w, rtol=1e-4, atol=1e-4)
 # On TPU every link carries traffic in both directions at once. The ring in one direction leaves
 # half of that capacity idle. With both directions, a device receives two blocks a step.
 #
-# Seven is odd. After three steps each device has received six blocks and misses only the opposite
-# one, `i + 4`. This block is equally far in both directions. On CPU it is cut in two, and one
-# half arrives from each side. Each direction then carries exactly three and a half blocks. On TPU
-# it is cut only if matmuls cannot hide its transfer.
+# A device receives seven blocks, an odd number. After three steps it has received six and misses
+# only the opposite one, `i + 4`. This block is equally far in both directions. On CPU it is cut in
+# two, and one half arrives from each side. Each direction then carries exactly three and a half
+# blocks. On TPU it is cut only if matmuls cannot hide its transfer.
 
 
 # %%
@@ -432,9 +432,9 @@ for name, program in programs.items():
     assert count_collectives(program, y, v).forward_bytes == 7 * (m // 8 * k * 4)
 
 # %% [markdown]
-# The library's scatter moves its sums by -1, because it is the gather in reverse. In both
-# directions it starts with the opposite block and ends with the local block. On TPU every sum
-# travels in two halves: one is added while the other travels.
+# The library's scatter moves its sums by -1, because it is the gather in reverse. The ring in both
+# directions starts with the opposite block and ends with the local block. On TPU every sum travels
+# in two halves: one is added while the other travels.
 #
 # The barrier matters even more here. A compiler likes to fuse the addition into the matmul. The
 # product then waits for the transfer that it should hide. jaxpar puts the barrier around `coming`
@@ -493,8 +493,8 @@ assert 8 * X_BLOCK < saved["hand-written ring"] < 10 * X_BLOCK  # every received
 assert saved["one direction"] == saved["both directions"] == X_BLOCK + W_BLOCK  # two shards
 
 # %% [markdown]
-# Autodiff saves the gathered `x`, or in the hand-written ring the operand of all eight matmuls. The
-# hand-written forward pass alone needs only two blocks at a time.
+# Autodiff saves the gathered `x`, or in the hand-written ring each of the eight matmuls' operands.
+# The hand-written forward pass alone needs only two blocks at a time.
 #
 # Instead, save only the shard, and gather again in the backward pass, during a matmul. The two
 # formulas above become a `custom_vjp`:
@@ -536,8 +536,8 @@ print(theirs)
 assert ours == theirs
 
 # %% [markdown]
-# `all_gather_matmul` does this inside. In one direction its backward pass has 14 sends, and
-# that of the hand-written ring has 7. In exchange each *layer* saves seven blocks fewer.
+# `all_gather_matmul` does this inside. In one direction its backward pass has 14 sends, and that of
+# the hand-written ring has 7. In exchange it stores about seven blocks fewer for each *layer*.
 #
 # The derivative of a scatter is cheaper. Its cotangent is sharded, so *one* gather of the cotangent
 # feeds the gradients of both operands.
