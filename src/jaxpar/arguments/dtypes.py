@@ -1,4 +1,4 @@
-"""The dtypes in which sums are computed, results are returned, and data travel."""
+"""The dtypes of sums, results and transfers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class LowBit:
       columns: largest size of a block; blocks divide the row evenly. None: the full row.
       sums: dtype in which partial sums travel. None: their own. If 8-bit, it must equal `dtype`.
         Each hop of a ring rounds 8-bit sums; a collective rounds them once.
-      cotangents: whether the backward pass gathers cotangents in 8 bits, too.
+      cotangents: whether the backward pass gathers cotangents in 8 bits.
 
     A row runs along the last dimension that is not gathered. A scale (float32) is a block's largest
     magnitude over the dtype's largest number. A number that is not finite makes its block NaN.

@@ -1,4 +1,4 @@
-"""Mesh axes: the user's `Axis`, and a `Ring`, which is bound to the traced program."""
+"""The user's `Axis`, and a `Ring`, which is bound to the traced program."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Axis:
 
     Args:
       names: a mesh axis, or several in any order. Logical indices count in this order, as in
-        `jax.lax.axis_index`. Another `Axis` gives the options that are not given here.
+        `jax.lax.axis_index`. Another `Axis` gives options that are not given here.
       mode: the algorithm.
 
         - `"naive"`: a collective of `jax.lax`, before or after one matmul
-        - `"stationary"`: in matmuls, the other operand and the result travel, not the gathered
-          operand; elsewhere as `"naive"`
+        - `"stationary"`: in matmuls, the other operand and the result travel; elsewhere as
+          `"naive"`
         - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
         - `"multi-ring"`: one ring for each axis; a single axis of a `make_mesh` mesh may have
@@ -250,7 +250,7 @@ def bind(
     wire_dtype: Any = None,
     gathers: bool = False,
 ) -> Ring:
-    """Returns the ring over `axis`, the user's `argument`, or raises.
+    """Returns the ring over `axis`, the user's `argument`.
 
     A `mode` is for both passes. A `gather_dtype` is refused unless the caller `gathers` weights.
     """

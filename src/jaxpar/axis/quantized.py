@@ -59,17 +59,14 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the array's shape."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """Returns the number of dimensions."""
         return self.values.ndim
 
     @property
     def size(self) -> int:
-        """Returns the number of values."""
         return self.values.size
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce, by rings or by `jax.lax`, with equal results."""
+"""All-gather, reduce-scatter and all-reduce, by rings or by `jax.lax`."""
 
 from __future__ import annotations
 
@@ -160,8 +160,6 @@ def reduce_scatter(
       ...     mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
       >>> scatter(jnp.arange(64.0))[:3]  # each device sums 8 numbers
       Array([224., 232., 240.], dtype=float32)
-
-    Source: as `all_gather`, run backwards.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     x = as_arrays("x", x, "sum")
@@ -189,12 +187,11 @@ def all_reduce(
     Args:
       x: pytree of local arrays, each device's partial sums.
       axis: mesh axes, or an `Axis`.
-      mode: as in `all_gather`, with `lax.psum` in place of `lax.all_gather`.
+      mode: as in `reduce_scatter`, with `lax.psum`.
       wire_dtype: as in `reduce_scatter`, for sums only.
 
     Returns:
-      The same as `lax.psum(x, axis)`. Under `check_vma=True` it is typed as replicated over `axis`,
-      so `out_specs=P()` holds.
+      The same as `lax.psum(x, axis)`. Under `check_vma=True` it is typed as replicated over `axis`.
 
     Raises:
       TypeError: x is of bools.
@@ -210,8 +207,6 @@ def all_reduce(
       ...     mesh=mesh, in_specs=P("dp"), out_specs=P()))
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
-
-    Source: as `all_gather`.
     """
     ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
     x = as_arrays("x", x, "sum")

@@ -69,7 +69,7 @@ def jit(
 
 
 class Jitted:
-    """A function that is jitted with the options of the chip for which it is called."""
+    """A function, jitted with the options of the chip for which it is called."""
 
     def __init__(
         self,

@@ -122,10 +122,6 @@ class HeadLayout:
 
         Returns:
           `[padded_heads * e, ...]`.
-
-        Example:
-          >>> head_layout(6, 2, 4).pad_output(jnp.ones((6 * 5, 16))).shape
-          (40, 16)
         """
         return self._pad(w, dim)
 
@@ -139,10 +135,6 @@ class HeadLayout:
 
         Returns:
           `[..., heads * e]`.
-
-        Example:
-          >>> head_layout(6, 2, 4).unpad_query(jnp.ones((16, 8 * 5))).shape
-          (16, 30)
         """
         return self._unpad(w, dim)
 
@@ -156,10 +148,6 @@ class HeadLayout:
 
         Returns:
           `[heads * e, ...]`.
-
-        Example:
-          >>> head_layout(6, 2, 4).unpad_output(jnp.ones((8 * 5, 16))).shape
-          (30, 16)
         """
         return self._unpad(w, dim)
 
@@ -193,9 +181,9 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
     """Returns a `HeadLayout`: the heads of each device.
 
     Args:
-      heads: the number of query heads.
-      kv_heads: the number of key and value heads, 1 for multi-query attention.
-      shards: the number of devices that share the heads.
+      heads: query heads.
+      kv_heads: key and value heads, 1 for multi-query attention.
+      shards: devices that share the heads.
 
     Returns:
       Query heads are padded to a multiple of `shards`. Key and value heads are sharded if `shards`
@@ -245,8 +233,8 @@ def parallel_attention(
 ) -> Array:
     """Computes multi-head attention and its projections, with heads sharded over `axis`.
 
-    `layout` below is `head_layout(heads, kv_heads, n)`, or with `fsdp_first`, `head_layout(heads,
-    kv_heads, n * f)`.
+    `layout` below is `head_layout(heads, kv_heads, n)`, or with `fsdp_first`
+    `head_layout(heads, kv_heads, n * f)`.
 
     Args:
       x: as in `column_parallel_linear`.
@@ -255,18 +243,19 @@ def parallel_attention(
       w_v: like w_k, with its own head size u.
       w_o: local `[padded_heads * u / n, m]`, padded by `layout.pad_output`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
-      attend: `(q, k, v) -> o` on local heads: q `[..., s, h, e]`, k `[..., s, g, e]`, v `[..., s,
-        g, u]`, o `[..., s, h, u]`. Query head `j` uses key and value head `j // (h // g)`. `attend`
-        must apply masks and positions, and handle other axes that shard the sequence. Arrays with
-        an entry for each query head, such as sinks, must be padded and sharded like w_q.
+      attend: `(q, k, v) -> o` on local heads: q `[..., s, h, e]`, k `[..., s, g, e]`, v
+        `[..., s, g, u]`, o `[..., s, h, u]`. Query head `j` uses key and value head
+        `j // (h // g)`. `attend` must apply masks and positions, and handle other axes that shard
+        the sequence. Arrays with an entry for each query head, such as sinks, must be padded and
+        sharded like w_q.
       heads: query heads, without padding.
       kv_heads: key and value heads.
       biases: a tuple for q, k, v and o: arrays or None, sharded like the columns of their weights.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`, or a pair: one for q, k and v, one for o.
-      fsdp_first: True if `fsdp_axis` precedes `axis` where both shard heads: `P(None, ("fsdp",
-        "tp"))` for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)`.
+      fsdp_first: True if `fsdp_axis` precedes `axis` where both shard heads:
+        `P(None, ("fsdp", "tp"))` for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)`.
       preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
       precision: as in `jax.lax.dot_general`.
 

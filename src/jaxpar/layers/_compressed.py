@@ -54,7 +54,7 @@ def reduce_compressed_gradients(
       current errors, equal the exact sums.
 
       Integers, and leaves of fewer than 2^14 numbers, take a psum. Their error has shape [0]; that
-      of floats below 32 bits has the leaf's shape, as their sums are rounded.
+      of floats below 32 bits has the leaf's shape.
 
       If a gradient is not finite, all sums that share its scale are NaN, and all errors stay as
       before. Skip such a step.

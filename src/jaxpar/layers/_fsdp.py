@@ -107,7 +107,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """Gathers sharded parameters; the derivative reduce-scatters gradients.
 
     Args:
-      tree: pytree of local shards. A `Quantized` travels, and returns, as it is.
+      tree: pytree of local shards. A `Quantized` travels as it is, and stays `Quantized`.
       axis: mesh axes that shard the parameters, or an `Axis`. `"auto"` is naive unless
         `jaxpar.tuned` finds a faster mode. An 8-bit `wire_dtype` rounds only leaves of more than
         256 KiB (gathered size); gradients ignore this rounding.

@@ -72,8 +72,7 @@ def mean_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes the mean loss and its gradient inside `jax.shard_map`.
 
-    With `check_vma` True or False, gradients equal those on one device. They are summed over `axis`
-    once, after all microbatches.
+    Gradients equal those on one device. They are summed over `axis` once, after all microbatches.
 
     Args:
       loss_fn: `loss_fn(params, *batch) -> (loss_sum, weight)`, local scalars as in `mean_loss`.

@@ -79,8 +79,8 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
       A scalar, replicated over all axes but `groups`: float32, or float64 if a leaf is.
 
     Raises:
-      ValueError: specs are missing under `check_vma=False`, no prefix of `tree`, disagree with the
-        axes over which leaves vary, or name an unknown axis.
+      ValueError: specs are missing under `check_vma=False`, are no prefix of `tree`, disagree with
+        the axes over which leaves vary, or name an unknown axis.
 
     Cost: a scalar psum for each distinct set of sharding axes.
 

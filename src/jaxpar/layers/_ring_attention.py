@@ -1,4 +1,4 @@
-"""Exact attention over a sequence that is sharded over a ring of devices."""
+"""Exact attention over a sequence that is sharded over a ring."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ def ring_attention(
         `lengths`. `"zigzag"`: chunks `i` and `2n-1-i` of 2n, as from `zigzag_order`, for equal
         causal work. `"contiguous"`: block `i` of n.
       window: `(left, right)`, or an integer for both. A query at position i sees only keys from
-        i-left to i+right, both included, and with `causal` none after i. For "the last 4096
-        tokens", its own included, left is 4095. Positions count from the start of the sequence, not
-        of a document.
+        i-left to i+right, both included, and with `causal` none after i. Positions count from the
+        start of the sequence, not of a document.
       softcap: a number above 0. Scaled scores become `softcap * tanh(scores / softcap)`.
       sinks: local floats `[h]`, a score for each query head, only in the softmax's denominator; not
         scaled, capped or masked.
@@ -91,8 +90,8 @@ def ring_attention(
     window reaches, in zigzag order on both. r is the window's longer side over s/n, in zigzag order
     over s/(2n), rounded up. Windows of n-1 blocks or more bring all blocks.
 
-    The result and the two float32 numbers have the name "attention". A `jax.checkpoint` with
-    `jax.checkpoint_policies.save_only_these_names("attention")` does not repeat the forward pass.
+    The result and the two float32 numbers have the name "attention". A `jax.checkpoint` whose
+    policy saves this name does not repeat the forward pass.
 
     Example:
       >>> mesh = make_mesh("cp=8")
@@ -104,7 +103,7 @@ def ring_attention(
       (2, 32, 4, 8)
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers" (2023). Balanced
-    orders: Brandon et al., "Striped attention" (2023), here chunks instead of stripes.
+    orders: Brandon et al., "Striped attention" (2023), here by chunks.
     """
     ring = bind(axis)
     flag: Any = causal

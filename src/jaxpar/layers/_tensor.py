@@ -1,4 +1,4 @@
-"""Tensor-parallel linear layers: weights sharded by columns, by rows, and both in an MLP."""
+"""Tensor-parallel linear layers, and a gated MLP."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def column_parallel_linear(
       bias: local `[m/n]`, or `[m/(n f)]` over `fsdp_axis`. For a tuple of weights, a tuple of these
         or None.
       sequence_dim: the sharded dimension of x, any but the last, or None.
-      fsdp_axis: further mesh axes that shard weights, or an `Axis` as in `fsdp_gather`. Weights are
-        gathered in both passes.
+      fsdp_axis: further mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       fsdp_dim: the dimension of weights that `fsdp_axis` shards, 0 or 1.
       preferred_element_type: as in `all_gather_matmul`.
       precision: as in `jax.lax.dot_general`.
@@ -169,7 +168,7 @@ def gated_mlp(
       w_down: local `[h/n, m]`.
       axis: as in `column_parallel_linear` and `row_parallel_linear`.
       activation: elementwise, or a `GatedActivation`.
-      biases: a tuple for gate, up and down; each an array as in the linear layers, or None.
+      biases: a tuple for gate, up and down: arrays as in the linear layers, or None.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: as in `column_parallel_linear`, or a pair: one for gate and up, one for down.
@@ -188,9 +187,8 @@ def gated_mlp(
     asynchronous collectives, rows may run in two or four chunks, so that one chunk's transfers
     overlap with another's matmuls. Every chunk reads all weights. The derivative computes six
     matmuls, gathers x and the cotangent, and reduce-scatters x's gradient. Residuals are x
-    (gathered, if `keep_gathered` of the `Axis` says so), the hidden activations, and the two
-    products `x @ w_gate` and `x @ w_up`. These two have the name "gated_mlp" for `jax.checkpoint`
-    policies.
+    (gathered, if `keep_gathered` says so), the hidden activations, and two products named
+    "gated_mlp" for `jax.checkpoint` policies: `x @ w_gate` and `x @ w_up`.
 
     Example:
       >>> mesh = make_mesh("tp=8")

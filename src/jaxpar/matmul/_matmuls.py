@@ -40,7 +40,7 @@ def all_gather_matmul(
       gather: the sharded operand, `"lhs"` or `"rhs"`. It may be a `Quantized`, which has no
         gradient. If the `Axis` has a `gather_dtype`, it must equal the other operand's dtype.
       dim: the sharded dimension, by default the second to last.
-      mode: the mode of both passes, see `Axis`. None: the modes of the `Axis`, by default `"auto"`.
+      mode: the mode of both passes. None: the modes of the `Axis`.
       preferred_element_type: dtype of sums and result. None: the operands' dtype, with 16-bit
         floats summed in float32; int32 for int8.
       precision: as in `jax.lax.dot_general`.
@@ -129,8 +129,6 @@ def matmul_reduce_scatter(
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp")))
       >>> f(jnp.ones((16, 8)), jnp.ones((8, 24)))[0, 0]
       Array(8., dtype=float32)
-
-    Source: as `all_gather_matmul`.
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
@@ -165,7 +163,7 @@ def matmul_all_reduce(
 
     Returns:
       The sum over the ring, `[..., m]`. Under `check_vma=True` it is typed as replicated over
-      `axis`, so `out_specs=P()` holds.
+      `axis`.
 
     Raises:
       TypeError, ValueError: as `matmul_reduce_scatter`, but any size is allowed; transfers may be
@@ -181,8 +179,6 @@ def matmul_all_reduce(
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
       >>> f(jnp.ones((3, 8)), jnp.ones((8, 5)))[0, 0]
       Array(8., dtype=float32)
-
-    Source: as `all_gather_matmul`.
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
@@ -207,16 +203,14 @@ def collective_einsum(
 ) -> Weights:
     """Computes an einsum over a ring that gathers one operand or scatters the result.
 
-    `all_gather_matmul` and `matmul_reduce_scatter` are special cases.
-
     Args:
       subscripts: such as `"bmk,kn->bmn"`. Each letter occurs in two or three of lhs, rhs and
         result, at most once in each.
       lhs: local operand.
       rhs: local operand, or a tuple, which shares one gather of lhs.
       axis: mesh axes, or an `Axis`.
-      gather: the label along which an operand is sharded. If both have it, the one that is shorter
-        along it is sharded.
+      gather: the label along which an operand is sharded. If both operands have it, the one that is
+        shorter along it is sharded.
       scatter: the label along which the sum over the ring is scattered. Give either `gather` or
         `scatter`.
       mode: as in `all_gather_matmul`.
@@ -242,8 +236,6 @@ def collective_einsum(
       ...     in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, "tp")))
       >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape
       (2, 8, 16, 3)
-
-    Source: as `all_gather_matmul`.
     """
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)

@@ -32,7 +32,7 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh with these axes, in a fast physical order of the devices.
 
-    The last axis gets the nearest devices, so put the axis with the most traffic last.
+    The last axis gets the nearest devices, so put that with the most traffic last.
 
     Args:
       axes: `"dp=2,tp=4"` or `{"dp": 2, "tp": 4}`, major axis first. One size may be -1, for all

@@ -1,4 +1,4 @@
-"""`RaggedDispatcher`, which sends rows to given devices and sums the returned results."""
+"""`RaggedDispatcher`: dispatch to given devices, and combine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RaggedDispatcher:
     rows, sorted by sending device, in the order in which that device holds them. Rows that do not
     fit are not sent: the last of the receive buffer's order.
 
-    A plan is a pytree. It may be used any number of times.
+    A plan is a pytree, usable any number of times.
 
     Example:
       >>> mesh = make_mesh("ep=8")
@@ -86,15 +86,6 @@ class RaggedDispatcher:
           ValueError: a shape is wrong.
 
         Cost: an all-gather of n integers, and sorts of `t k` integers.
-
-        Example:
-          >>> mesh = make_mesh("ep=8")
-          >>> def received(to):
-          ...     dispatcher = RaggedDispatcher.from_target_device_ids(to, axis="ep")
-          ...     return jnp.sum(dispatcher.recv_sizes)[None]
-          >>> count = jax.shard_map(received, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-          >>> jax.jit(count)(jnp.array([0, 0, 0, 1, 1, 7, 8, -1]))
-          Array([3, 2, 0, 0, 0, 0, 0, 1], dtype=int32)
         """
         ring = bind(axis)
         ids = as_integers("target_device_ids", target_device_ids)
@@ -158,15 +149,6 @@ class RaggedDispatcher:
           ValueError: `capacity` is negative.
 
         Cost: nothing is sent.
-
-        Example:
-          >>> mesh = make_mesh("ep=8")
-          >>> def lost(to):
-          ...     plan = RaggedDispatcher.from_target_device_ids(to, axis="ep")
-          ...     return plan.overflow(2)[None]
-          >>> count = jax.shard_map(lost, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-          >>> jax.jit(count)(jnp.array([0, 0, 0, 1, 1, 7, 8, -1]))
-          Array([1, 0, 0, 0, 0, 0, 0, 0], dtype=int32)
         """
         rows = check_whole("capacity", capacity, 0)
         return jnp.maximum(jnp.sum(self.recv_sizes, dtype="int32") - rows, 0)

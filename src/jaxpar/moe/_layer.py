@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: dispatch, experts, combine, with a routing or a router."""
+"""The mixture-of-experts layer, with a routing or a router."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def moe_layer(
         over an axis that shards them, or an option is unknown or out of range.
 
     Cost: `"ragged"` sends a token's row, k integers and k weights (for k experts a token) to each
-    of its devices, and a row returns. `"all_gather"` sends (n-1) t rows for dispatch and as many
-    for results, t local tokens. A pair of token and expert takes matmuls of 2 d f FLOPs each. Empty
-    slots cost as much. An expert's slots are rounded up to a multiple of 32 (on CPUs 16). The
+    of its devices, and a row returns. `"all_gather"` sends (n-1) t rows for dispatch, t local
+    tokens, and as many for results. A pair of token and expert takes matmuls of 2 d f FLOPs each.
+    Empty slots cost as much. An expert's slots are rounded up to a multiple of 32 (on CPUs 16). The
     derivative sends as much and computes twice as much.
 
     Example:

@@ -1,4 +1,4 @@
-"""Routing: each token's experts and their weights, and a bias that evens out loads."""
+"""Each token's experts and their weights, and a bias that evens out loads."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
         nested in any way. Programs, as in `step=jax.jit(step).lower(*args)`, are compared by
         operations; functions by code, defaults and closure, not globals; other objects by pickled
         state. Arrays are compared by value if a process holds the full array, otherwise by dtype,
-        shape and sharding. For a batch that differs by process pass `jax.eval_shape(lambda:
-        batch)`.
+        shape and sharding. For a batch that differs by process pass
+        `jax.eval_shape(lambda: batch)`.
 
     Raises:
       ValueError: processes differ; all raise it, with both sides and the first difference.

@@ -30,9 +30,8 @@ from jaxpar.tools.processes.watch import watch
 def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
     """Watches a step: after a time limit, every process prints what each one is executing.
 
-    If a process is missing, slow, compiling or in another program, the others hang in a collective
-    or compute garbage. All print what is wrong at the limit, if a process is gone, or if programs
-    differ. They name the first collective that needs a missing process.
+    All print what is wrong at the limit, if a process is gone, or if programs differ. They name the
+    first collective that needs a missing process.
 
     Each new program of a jitted function is compared before it is compiled. If programs differ,
     each process whose program has not started raises an error with the first difference. Calls must
@@ -42,7 +41,7 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
       what: a function of `jax.jit` or `jaxpar.jit`; any other function, for which the Python line
         and compilations are printed; or a step's name, for `with`.
       timeout_s: seconds without progress until all print; they print again after twice as long, and
-        so on. Choose more than your longest step takes; do not count compilation if `what` is
+        so on. Choose more than your longest step takes, not counting compilation if `what` is
         jitted.
       exit_code: the status with which the process ends after printing. None: it goes on waiting.
 

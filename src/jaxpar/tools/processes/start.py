@@ -39,7 +39,7 @@ def initialize(
 
     Wraps `jax.distributed.initialize`, which needs no arguments for Slurm, Open MPI, Kubernetes and
     TPU pods. A process that finds no others does nothing. With an address, processes first wait for
-    each other. If one is missing, the others raise a `TimeoutError`; JAX alone would end them.
+    each other, and raise a `TimeoutError` where JAX alone would end them.
 
     Args:
       coordinator_address: `"host:port"` of process 0.
