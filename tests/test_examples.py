@@ -14,10 +14,19 @@ import jaxpar
 import jaxpar.layers
 import jaxpar.layout
 import jaxpar.moe
+import jaxpar.pipeline
 import jaxpar.schedule
 import jaxpar.testing
 
-MODULES = (jaxpar, jaxpar.layers, jaxpar.layout, jaxpar.moe, jaxpar.schedule, jaxpar.testing)
+MODULES = (
+    jaxpar,
+    jaxpar.layers,
+    jaxpar.layout,
+    jaxpar.moe,
+    jaxpar.pipeline,
+    jaxpar.schedule,
+    jaxpar.testing,
+)
 PUBLIC = [
     (module, name)
     for module in MODULES

@@ -29,6 +29,7 @@ DOORS = {"jaxpar.layout._layout", "jaxpar.__main__"}
 PUBLIC = {
     *("jaxpar", "jaxpar.layers", "jaxpar.layout", "jaxpar.mesh", "jaxpar.moe"),
     *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
+    "jaxpar.pipeline",
 }
 CIRCLES = [2, 3, 21]  # explain and its text, the guard, and a layout with what it delegates to
 RING = 46.5

@@ -42,8 +42,10 @@ def test_needs_only_its_runtime_dependencies():
     """Importing everything pulls in neither the extras' libraries nor a backend."""
     program = (
         "import sys, jaxpar, jaxpar.__main__\n"
-        "from jaxpar import collectives, layers, layout, matmul, mesh, moe, schedule, testing\n"
-        "for part in jaxpar, collectives, layers, layout, matmul, mesh, moe, schedule, testing:\n"
+        "from jaxpar import collectives, layers, layout, matmul, mesh, moe, pipeline, schedule\n"
+        "from jaxpar import testing\n"
+        "parts = collectives, layers, layout, matmul, mesh, moe, pipeline, schedule, testing\n"
+        "for part in jaxpar, *parts:\n"
         "    assert [getattr(part, name) for name in part.__all__]\n"
         "extras = {'hypothesis', 'rich', 'matplotlib', 'beartype', 'optax', 'orbax'}\n"
         "assert not extras & set(sys.modules), extras & set(sys.modules)\n"
@@ -53,6 +55,7 @@ def test_needs_only_its_runtime_dependencies():
 
 def public_names():
     parts = jaxpar.layers, jaxpar.layout, jaxpar.mesh, jaxpar.moe, jaxpar.schedule, jaxpar.testing
+    parts = (*parts, jaxpar.pipeline)
     for module in (jaxpar, *parts):
         yield from (x for name in module.__all__ if callable(x := getattr(module, name)))
 

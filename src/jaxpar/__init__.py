@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxpar import matmul as matmul
     from jaxpar import mesh as mesh
     from jaxpar import moe as moe
+    from jaxpar import pipeline as pipeline
     from jaxpar import schedule as schedule
     from jaxpar import testing as testing
     from jaxpar.arguments.dtypes import LowBit

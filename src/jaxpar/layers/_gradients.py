@@ -55,8 +55,8 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
     ring = bind(axis)
     loss, weight = _check_scalars(loss_sum, weight)
     check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
-    total = lax.stop_gradient(_total(_widened(weight), ring))
-    return _quotient(_total(_widened(loss), ring), total)
+    total = lax.stop_gradient(_total(widened(weight), ring))
+    return _quotient(_total(widened(loss), ring), total)
 
 
 @public
@@ -133,7 +133,7 @@ def mean_value_and_grad(
         batches = batch
         if parts > 1:
             batch = as_arrays("batch", batch)
-            batches = jax.tree_util.tree_map_with_path(partial(_cut, parts), batch)
+            batches = jax.tree_util.tree_map_with_path(partial(cut_batch, parts), batch)
         local = _local_loss(of_user(loss_fn, "loss_fn"), has_aux, ring, apart)
         # Under check_vma=True, JAX has summed over all other axes, and the loss counts once there.
         # Otherwise each device's loss counts, and no gradient is summed yet.
@@ -190,7 +190,7 @@ def _accumulate(
 
     def run(batch: Any) -> tuple[tuple[Float[Array, ""], Num[Array, ""], Any], Any]:
         (loss, (weight, aux)), grads = jax.value_and_grad(local, has_aux=True)(params, batch)
-        return (loss, weight, aux), jax.tree.map(_widened, grads)
+        return (loss, weight, aux), jax.tree.map(widened, grads)
 
     if parts == 1:
         (loss, weight, aux), grads = run(batches)
@@ -243,7 +243,7 @@ def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""
             )
     if ring.names:
         check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
-    return vary_over(ring.names, (_widened(loss), _widened(weight)))
+    return vary_over(ring.names, (widened(loss), widened(weight)))
 
 
 def _kind(result: Any) -> str:
@@ -285,7 +285,9 @@ def _check_apart(ring: Ring, apart: Ring) -> None:
         )
 
 
-def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{parts} size ..."]:
+def cut_batch(
+    parts: int, path: Any, leaf: Shaped[Array, " ..."]
+) -> Shaped[Array, "{parts} size ..."]:
     place = jax.tree_util.keystr(path)
     if not leaf.ndim:
         raise value_error(
@@ -302,7 +304,7 @@ def _cut(parts: int, path: Any, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "{
     return leaf.reshape(parts, size // parts, *leaf.shape[1:])
 
 
-def _widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
+def widened(x: Shaped[Array, "*shape"]) -> Num[Array, "*shape"]:
     """Widens to the sum's dtype; integers become floats, which never wrap."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(sum_dtype(x.dtype))

@@ -1,0 +1,150 @@
+"""The mean loss of a pipeline, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.arguments.calls import of_user, public, type_error, value_error
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.axis.axis import AxisLike, Ring, axis_names, bind
+from jaxpar.layers._gradients import cut_batch, mean_value_and_grad
+from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
+from jaxpar.pipeline._pipelined import Pipeline, pipelined
+
+
+@public
+def value_and_grad(
+    stage_fn: Callable[[Any, Any, Any], Any],
+    first_fn: Callable[[Any, Any], Any],
+    last_fn: Callable[[Any, Any, Any], Any],
+    schedule: PipelineSchedule,
+    axis: AxisLike,
+    *,
+    batch_axes: AxisLike = (),
+    specs: Any = None,
+    last_dim: int = 0,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a function, to call inside `jax.shard_map`, for a pipeline's mean loss and gradients.
+
+    Every device runs the same program in every trip, so functions may use collectives over axes
+    other than `axis`, such as those of tensor parallelism.
+
+    Args:
+      stage_fn: `(params, x, microbatch) -> x` of one stage, a pytree of floats of unchanged shapes.
+        For recomputation wrap it in `jax.checkpoint`. A pair of activations and a sum of auxiliary
+        losses is a pytree, too.
+      first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings.
+      last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
+        of x, as in `mean_loss`. All devices compute a part, and may use collectives over `axis`.
+      schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
+      axis: the mesh axis of the pipeline.
+      batch_axes: other axes that losses are spread over, as `axis` of `mean_value_and_grad`.
+      specs: pytree prefix of `PartitionSpec`s for `(stages, shared)`, as in `mean_value_and_grad`.
+      last_dim: dimension of a stage's result that is cut over `axis` for `last_fn`.
+
+    Returns:
+      `fn(stages, shared, batch) -> (loss, (d_stages, d_shared))`. Leaves of `stages` are local
+      `[virtual_stages, ...]`: device i has stages i, i + devices, and so on. Those of `shared` are
+      replicated over `axis`, or sharded. Dimension 0 of every batch leaf is cut into microbatches.
+      The loss and the gradients are those of `mean_value_and_grad`.
+
+    Raises:
+      TypeError: a stage changes the structure, shapes or dtypes of x.
+      ValueError: the schedule is for another number of devices; a leaf of `stages` has another
+        first dimension than `virtual_stages`, or is replicated over `axis`; `microbatches` does not
+        divide a batch leaf; the devices do not divide `last_dim`; a stage uses a collective over
+        `axis`; or as in `mean_value_and_grad`.
+
+    Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
+    cotangent once to a neighbour, during a stage's work. It holds the residuals of
+    `schedule.peak_activations()` microbatches, the inputs of all microbatches, and all gradients in
+    float32 or wider.
+
+    Example:
+      >>> mesh = make_mesh("pp=8")
+      >>> schedule = interleaved_1f1b(8, microbatches=4)
+      >>> fn = value_and_grad(
+      ...     lambda w, x, batch: jnp.tanh(x @ w),
+      ...     lambda shared, batch: batch["x"] @ shared,
+      ...     lambda shared, x, batch: (jnp.sum((x @ shared.T) ** 2), x.size),
+      ...     schedule, "pp")
+      >>> step = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
+      ...     out_specs=(P(), (P("pp"), P()))))
+      >>> loss, grads = step(jnp.ones((8, 4, 4)), jnp.eye(4), {"x": jnp.ones((32, 4))})
+      >>> grads[0].shape
+      (8, 4, 4)
+
+    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM" (2021), for the interleaved schedule.
+    """
+
+    def call(stages: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+        ring = bind(axis)
+        _check_schedule(schedule, ring)
+        stages = as_arrays("stages", stages)
+        jax.tree_util.tree_map_with_path(partial(_check_stage, schedule), stages)
+        check_own_leaves("stages", stages, ring, "stages", "shard dimension 0 in in_specs")
+        batch = as_arrays("batch", batch)
+        cut = partial(cut_batch, schedule.microbatches)
+        microbatches = jax.tree_util.tree_map_with_path(cut, batch)
+
+        def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
+            return pipelined(how, *params, microbatches)
+
+        how = Pipeline(
+            _checked(of_user(stage_fn, "stage_fn")),
+            of_user(first_fn, "first_fn"),
+            of_user(last_fn, "last_fn"),
+            schedule,
+            ring,
+            last_dim,
+        )
+        axes = *ring.names, *(axis_names(batch_axes) if batch_axes else ())
+        return mean_value_and_grad(loss_fn, axes, specs=specs)((stages, shared), microbatches)
+
+    call.__qualname__ = "value_and_grad"
+    return public(call, over=axis)
+
+
+def _checked(stage_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def types(tree: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
+
+    def stage(params: Any, x: Any, microbatch: Any) -> Any:
+        y = stage_fn(params, x, microbatch)
+        if types(x) != types(y):
+            raise type_error(
+                f"stage_fn must return what the next stage is given: x is {types(x)}, and it "
+                f"returned {types(y)}; return the same structure, shapes and dtypes"
+            )
+        return jax.tree.map(jnp.asarray, y)
+
+    return stage
+
+
+def _check_schedule(schedule: PipelineSchedule, ring: Ring) -> None:
+    if schedule.devices != ring.size:
+        raise value_error(
+            f"schedule is for {schedule.devices} devices, and {ring} has {ring.size}; make it for "
+            f"{ring.size}"
+        )
+    last = [end - schedule.stages + 1 for end in schedule.ends]  # backward passes of the last stage
+    if any(trip != loss + 1 for trip, loss in zip(last, schedule.loss_trips, strict=True)):
+        raise value_error(
+            "schedule keeps cotangents of losses for later trips, as gpipe does; choose "
+            "interleaved_1f1b, whose bubble is the same"
+        )
+
+
+def _check_stage(schedule: PipelineSchedule, path: Any, leaf: Any) -> None:
+    if leaf.shape[:1] != (schedule.virtual_stages,):
+        raise value_error(
+            f"stages{jax.tree_util.keystr(path)} has local shape {leaf.shape}, and must begin with "
+            f"the {schedule.virtual_stages} virtual stages of the schedule; stack those of "
+            f"all {schedule.stages} stages, and shard dimension 0 over the pipeline's axis"
+        )

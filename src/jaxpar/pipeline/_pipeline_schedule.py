@@ -1,0 +1,243 @@
+"""Pipeline schedules as data: what each device computes in each trip.
+
+A model is cut into `devices * virtual_stages` stages, and stage `s` is on device `s % devices`. So
+activations travel around the ring of devices, once for each virtual stage.
+
+A trip has two halves. In the first, every device computes at most one forward pass, of one stage
+and one microbatch. In the second it computes at most one backward pass, of others. What one half
+makes travels during the other half, and is used in the next trip. So a microbatch takes one trip
+for each stage, without a stop. Its loss is computed in the trip after the last stage, by all
+devices. Three devices with two stages each, and three microbatches:
+
+    trip        0   1   2   3   4   5   6   7 ...
+    device 0   0F0 0F1 0F2 3F0 3F1 3F2                3F0: stage 3 forward, microbatch 0
+    device 1       1F0 1F1 1F2 4F0 4F1 4F2
+    device 2           2F0 2F1 2F2 5F0 5F1 5F2        then 5B0: stage 5 backward, from trip 7 on
+"""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from os import PathLike
+from typing import NamedTuple
+
+from jaxpar.arguments.calls import public
+from jaxpar.arguments.checks import check_whole
+from jaxpar.arguments.types import Integer
+
+
+class Pass(NamedTuple):
+    """A forward or a backward pass of one microbatch through one stage.
+
+    Example:
+      >>> Pass(stage=3, microbatch=0)
+      Pass(stage=3, microbatch=0)
+    """
+
+    stage: int
+    microbatch: int
+
+
+class PipelineTrip(NamedTuple):
+    """What a device computes in one trip: two passes, each of which may be None.
+
+    Example:
+      >>> PipelineTrip(Pass(0, 1), None).forward.microbatch
+      1
+    """
+
+    forward: Pass | None
+    backward: Pass | None
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A pipeline schedule: when each microbatch enters the pipeline, and when it leaves.
+
+    Attributes:
+      devices: the size of the pipeline's axis.
+      virtual_stages: stages of each device.
+      starts: for each microbatch, the trip of its forward pass in stage 0. Stage `s` follows `s`
+        trips later.
+      ends: for each microbatch, the trip of its backward pass in stage 0. Stage `s` comes `s` trips
+        before.
+
+    Raises:
+      ValueError: a device has two passes in one half of a trip, or a backward pass comes before its
+        loss.
+
+    Example:
+      >>> PipelineSchedule(2, 1, starts=(0, 1), ends=(4, 5)) == interleaved_1f1b(2, 2)
+      True
+    """
+
+    devices: int
+    virtual_stages: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.trips()
+
+    @property
+    def stages(self) -> int:
+        return self.devices * self.virtual_stages
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.starts)
+
+    @property
+    def loss_trips(self) -> tuple[int, ...]:
+        """The trip in which each microbatch's loss is computed."""
+        return tuple(start + self.stages for start in self.starts)
+
+    def trips(self) -> list[list[PipelineTrip]]:
+        """Returns the trips of each device."""
+        found: dict[tuple[int, int, int], Pass] = {}  # by device, trip, and half
+        for number, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
+            if end <= start + 2 * self.stages - 1:
+                text = _text("B", Pass(self.stages - 1, number))
+                raise ValueError(f"PipelineSchedule: {text} runs before its loss")
+            for stage in range(self.stages):
+                device, unit = stage % self.devices, Pass(stage, number)
+                for half, trip in enumerate((start + stage, end - stage)):
+                    other = found.setdefault((device, trip, half), unit)
+                    if other != unit:
+                        both = " and ".join(_text("FB"[half], one) for one in (other, unit))
+                        raise ValueError(
+                            f"PipelineSchedule: device {device} has {both} in trip {trip}"
+                        )
+        trips = range(max(self.ends) + 1)
+        return [
+            [
+                PipelineTrip(found.get((device, trip, 0)), found.get((device, trip, 1)))
+                for trip in trips
+            ]
+            for device in range(self.devices)
+        ]
+
+    def seconds(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Returns the time of all trips, given those of one stage's passes."""
+        together = list(zip(*self.trips(), strict=True))
+        forwards = sum(any(trip.forward for trip in trips) for trips in together)
+        backwards = sum(any(trip.backward for trip in trips) for trips in together)
+        return forward * forwards + backward * backwards
+
+    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Returns the share of its time that a device is idle."""
+        busy = self.microbatches * self.virtual_stages * (forward + backward)
+        return 1 - busy / self.seconds(forward, backward)
+
+    def peak_activations(self) -> float:
+        """Returns the most microbatches whose residuals a device holds, of all of its stages."""
+        return max(map(_most_alive, self.trips())) / self.virtual_stages
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Writes a row for each device, as `torch.distributed.pipelining` reads it.
+
+        A cell is a stage, F or B, and a microbatch. Each trip has two cells.
+        """
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(
+                [text for trip in trips for text in _cells(trip)] for trips in self.trips()
+            )
+
+    def __str__(self) -> str:
+        cells = [[" ".join(filter(None, _cells(trip))) for trip in own] for own in self.trips()]
+        width = max(len(cell) for row in cells for cell in row)
+        lines = [
+            f"device {device}  " + " ".join(cell.ljust(width) for cell in row).rstrip()
+            for device, row in enumerate(cells)
+        ]
+        return "\n".join([*lines, f"bubble {self.bubble():.1%}"])
+
+
+@public
+def interleaved_1f1b(
+    devices: Integer, microbatches: Integer, virtual_stages: Integer = 1
+) -> PipelineSchedule:
+    """Returns the schedule in which devices alternate between forward and backward passes.
+
+    Args:
+      devices: the size of the pipeline's axis.
+      microbatches: their number. With several virtual stages, a last group of fewer than `devices`
+        microbatches takes as long as a full one.
+      virtual_stages: stages of each device. More of them make the bubble smaller.
+
+    Returns:
+      A schedule whose bubble is `(devices - 1) / (virtual_stages * microbatches + devices - 1)`, if
+      all groups are full.
+
+    Raises:
+      ValueError: an argument is below 1.
+
+    Example:
+      >>> print(interleaved_1f1b(2, 2))
+      device 0  0F0 0F1         0B0 0B1
+      device 1      1F0 1F1 1B0 1B1
+      bubble 33.3%
+
+    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM" (2021).
+    """
+    return _schedule(devices, microbatches, virtual_stages)
+
+
+@public
+def one_f_one_b(devices: Integer, microbatches: Integer) -> PipelineSchedule:
+    """Returns `interleaved_1f1b` with one stage on each device.
+
+    Example:
+      >>> one_f_one_b(4, 16).peak_activations()
+      9.0
+
+    Source: Narayanan et al., "PipeDream" (2019).
+    """
+    return _schedule(devices, microbatches)
+
+
+@public
+def gpipe(devices: Integer, microbatches: Integer) -> PipelineSchedule:
+    """Returns the schedule in which all forward passes come before the first backward pass.
+
+    It is there for comparison: devices hold the residuals of all microbatches.
+
+    Example:
+      >>> gpipe(4, 16).peak_activations()
+      16.0
+
+    Source: Huang et al., "GPipe" (2019).
+    """
+    return _schedule(devices, microbatches, all_first=True)
+
+
+def _schedule(
+    devices: Integer, microbatches: Integer, virtual_stages: Integer = 1, all_first: bool = False
+) -> PipelineSchedule:
+    devices = check_whole("devices", devices, 1)
+    microbatches = check_whole("microbatches", microbatches, 1)
+    virtual = check_whole("virtual_stages", virtual_stages, 1)
+    # A microbatch comes back after `devices` trips. So groups of `devices` microbatches enter.
+    groups = (divmod(number, devices) for number in range(microbatches))
+    starts = tuple(group * devices * virtual + number for group, number in groups)
+    # The first backward pass of the last stage: after the first loss, or after all of them.
+    first = devices * virtual + 1 + (starts[-1] if all_first else 0)
+    ends = tuple(first + start + devices * virtual - 1 for start in starts)
+    return PipelineSchedule(devices, virtual, starts, ends)
+
+
+def _most_alive(trips: Sequence[PipelineTrip]) -> int:
+    """Returns the most passes at one time whose backward passes have not run yet."""
+    made = accumulate(trip.forward is not None for trip in trips)
+    used = accumulate(trip.backward is not None for trip in trips)
+    return max(own - done for own, done in zip(made, (0, *used), strict=False))
+
+
+def _cells(trip: PipelineTrip) -> list[str]:
+    return [_text(half, unit) if unit else "" for half, unit in zip("FB", trip, strict=True)]
+
+
+def _text(half: str, unit: Pass) -> str:
+    return f"{unit.stage}{half}{unit.microbatch}"
