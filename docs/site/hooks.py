@@ -26,7 +26,7 @@ PAGES = (
     *("notebooks/*.md", "notebooks/*.ipynb"),
     *("benchmarks/*.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
     *("benchmarks/*.py", "benchmarks/language_model/*.py", "examples/*.py"),
-    *("src/jaxpar/layout/README.md", "src/jaxpar/ring/README.md"),
+    *("src/jaxpar/layout/README.md", "src/jaxpar/pipeline/README.md", "src/jaxpar/ring/README.md"),
 )
 log = get_plugin_logger("site")
 
