@@ -570,6 +570,14 @@ def test_what_all_devices_have_alike():
     assert trace(tokens=lambda: replicated, vma=False).shape == (32, D)
     with pytest.raises(ValueError, match=r"'tp' .* rows of its own; .* sequence_dim=None if all"):
         trace(mesh="tp=2,ep=4", tp_axis="tp")
+    varying = r"tokens of local shape .* vary over \['tp'\], but every device of .* needs the same"
+    with pytest.raises(ValueError, match=varying):
+        trace(
+            mesh="tp=2,ep=4",
+            tp_axis="tp",
+            sequence_dim=None,
+            tokens=lambda: jax.lax.pcast(replicated, ("tp", "ep"), to="varying"),
+        )
     with pytest.raises(ValueError, match=r"experts.up of local .* experts of its own; .* say so "
                        r"by jax.lax.pcast\(..., \('ep',\), to='varying'\)"):  # fmt: skip
         trace(experts=lambda: constants(False))

@@ -99,7 +99,7 @@ def moe_layer(
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
       sequence_dim: with `tp_axis`, None if tokens are replicated over it, else an integer, whose
-        value is ignored. A wrong None raises no error.
+        value is ignored.
       fsdp_axis: as in `column_parallel_linear`.
       fsdp_dim: the sharded dimension of `[e, d, f]` and `[e, f, d]`, 1 or 2; one less for shared
         experts. Biases are sharded along their last dimension.

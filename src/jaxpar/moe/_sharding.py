@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_whole
-from jaxpar.arguments.checks_of_layers import check_number
+from jaxpar.arguments.checks_of_layers import check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
@@ -101,6 +101,8 @@ def check_own_rows(tokens: Array, axes: Axes) -> None:
         check_own("tokens", tokens, axes.expert.over(axes.data), "rows", remedy)
     if axes.gathered_tensor is not None:
         check_own("tokens", tokens, axes.gathered_tensor, "rows", SHARDED_SEQUENCE)
+    if axes.summed_tensor is not None:
+        check_replicated("tokens", tokens, axes.summed_tensor)
 
 
 def check_rows(tokens: Array) -> None:
