@@ -91,7 +91,9 @@ def test_it_is_written_as_torch_reads_it(tmp_path):
 
 def test_wrong_schedules_are_refused():
     PipelineSchedule(2, 2, starts=(0, 1), ends=(8, 9))
-    with pytest.raises(ValueError, match="3B1 runs before its loss"):
+    with pytest.raises(
+        ValueError, match="3B1 runs before its loss; end microbatch 1 in trip 9 or later"
+    ):
         PipelineSchedule(2, 2, starts=(0, 1), ends=(8, 8))
     with pytest.raises(ValueError, match="device 0 has 2F0 and 0F1 in trip 2"):
         PipelineSchedule(2, 2, starts=(0, 2), ends=(8, 10))

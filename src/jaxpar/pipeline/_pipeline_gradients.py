@@ -79,8 +79,7 @@ def value_and_grad(
       >>> grads[0].shape
       (8, 4, 4)
 
-    Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM" (2021), for the interleaved schedule.
+    Source: as `interleaved_1f1b`.
     """
 
     def call(stages: Any, shared: Any, batch: Any) -> tuple[Any, Any]:

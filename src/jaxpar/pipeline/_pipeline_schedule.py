@@ -3,11 +3,10 @@
 A model is cut into `devices * virtual_stages` stages, and stage `s` is on device `s % devices`. So
 activations travel around the ring of devices, once for each virtual stage.
 
-A trip has two halves. In the first, every device computes at most one forward pass, of one stage
-and one microbatch. In the second it computes at most one backward pass, of others. What one half
-makes travels during the other half, and is used in the next trip. So a microbatch takes one trip
-for each stage, without a stop. Its loss is computed in the trip after the last stage, by all
-devices. Three devices with two stages each, and three microbatches:
+In each trip, a device computes at most one forward pass and then one backward pass, of different
+microbatches. What one pass makes travels during the other, and is used in the next trip. So a
+microbatch takes one trip for each stage. Its loss is computed in the trip after the last stage, by
+all devices. Three devices with two stages each, and three microbatches:
 
     trip        0   1   2   3   4   5   6   7 ...
     device 0   0F0 0F1 0F2 3F0 3F1 3F2                3F0: stage 3 forward, microbatch 0
@@ -99,7 +98,10 @@ class PipelineSchedule:
         for number, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             if end <= start + 2 * self.stages - 1:
                 text = _text("B", Pass(self.stages - 1, number))
-                raise ValueError(f"PipelineSchedule: {text} runs before its loss")
+                raise ValueError(
+                    f"PipelineSchedule: {text} runs before its loss; end microbatch {number} in "
+                    f"trip {start + 2 * self.stages} or later"
+                )
             for stage in range(self.stages):
                 device, unit = stage % self.devices, Pass(stage, number)
                 for half, trip in enumerate((start + stage, end - stage)):
@@ -107,7 +109,8 @@ class PipelineSchedule:
                     if other != unit:
                         both = " and ".join(_text("FB"[half], one) for one in (other, unit))
                         raise ValueError(
-                            f"PipelineSchedule: device {device} has {both} in trip {trip}"
+                            f"PipelineSchedule: device {device} has {both} in trip {trip}; start "
+                            "or end one of their microbatches in another trip"
                         )
         trips = range(max(self.ends) + 1)
         return [
@@ -164,7 +167,7 @@ def interleaved_1f1b(
       devices: the size of the pipeline's axis.
       microbatches: their number. With several virtual stages, a last group of fewer than `devices`
         microbatches takes as long as a full one.
-      virtual_stages: stages of each device. More of them make the bubble smaller.
+      virtual_stages: stages of each device. With more of them the bubble is smaller.
 
     Returns:
       A schedule whose bubble is `(devices - 1) / (virtual_stages * microbatches + devices - 1)`, if

@@ -197,10 +197,8 @@ class PipelineRun:
             return zeros_like_type(p, addition_dtype(p.dtype))
 
         return {
-            "arrived": zero,  # from the stage before
-            "y": zero,  # this device's newest result
-            "dx": zero,  # leaves in the next trip
-            "dy": zero,  # cotangent of the last stage's result
+            **dict.fromkeys(("arrived", "y"), zero),  # from the stage before; the newest result
+            **dict.fromkeys(("dx", "dy"), zero),  # to the stage before; of the last stage's result
             # What enters the first stage and, once it was used, its cotangent. The last place is
             # for those of other stages.
             "ends": jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])]), entering),
