@@ -24,8 +24,8 @@
 # 3. dispatch and combine by hand, and unwritten rows
 #
 # The [next notebook](10_experts.ipynb) has the layer, with and without dropping. Everything runs on
-# eight CPU devices in one process. **Nothing below measures speed**, but transfers and results are
-# the same on any machine.
+# eight CPU devices in one process. **Nothing below measures speed**, but results are the same on
+# any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -58,7 +58,7 @@ from jaxpar.testing import poisoned_rows, tolerance
 # ## 1. One device
 #
 # There are 64 tokens and 16 experts. Each token goes to the two experts with the best router
-# scores. All tokens share one direction, so the router starts with favourites.
+# scores. All tokens share a common vector, so the untrained router prefers some experts.
 
 # %%
 DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: per device
@@ -96,8 +96,8 @@ plt.show()
 
 # %% [markdown]
 # The weights are a softmax over all 16 experts, so the two weights of a token do not sum to 1.
-# Models differ here. `normalize=True` divides by the sum. It equals `scoring="selected_softmax"`, a
-# softmax over the two chosen logits.
+# Models differ in this. `normalize=True` divides by the sum. It equals
+# `scoring="selected_softmax"`, a softmax over the two chosen logits.
 
 # %%
 for options in ({}, {"normalize": True}, {"scoring": "selected_softmax"}, {"scoring": "sigmoid"}):
@@ -296,9 +296,9 @@ def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
 assert_close(sharded(by_hand)(x, router, experts), expected)
 
 # %% [markdown]
-# Unwritten rows hold whatever was in memory. On CPU they are 0, which hides mistakes.
+# Unwritten rows can hold anything. On CPU they are 0, which hides mistakes.
 # `poisoned_rows` fills them with NaN, which shows mistakes. Below, each device computes the mean of
-# its received rows three times. Only the mean with `jnp.where` is right.
+# its received rows three times. Only the mean with `jnp.where` is always right.
 
 
 # %%
@@ -323,7 +323,7 @@ with poisoned_rows():
 # ## In short
 #
 # - A plan is one small all-gather. After it every device knows all offsets.
-# - A token travels once to each device that it needs, and one row returns.
+# - A token travels once to each device that it needs. Each of them returns one row.
 # - Unwritten rows hold anything. Mask them with `jnp.where`, and test inside `poisoned_rows()`.
 #
 # Next: [the layer](10_experts.ipynb) in one call.

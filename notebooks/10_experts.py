@@ -25,8 +25,8 @@
 # 5. chunks, and a check that they hide the exchange
 #
 # [The notebook before](09_expert_dispatch.ipynb) shows how tokens travel. Everything runs on eight
-# CPU devices in one process. **Nothing below measures speed**, but transfers, lost tokens and
-# results are the same on any machine.
+# CPU devices in one process. **Nothing below measures speed**, but lost tokens and results are the
+# same on any machine.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -60,8 +60,8 @@ from jaxpar.testing import count_collectives, tolerance
 
 # %% [markdown]
 # There are 64 tokens and 16 experts. Each token goes to the two experts with the best router
-# scores. All tokens share one direction, so the router starts with favourites. The reference
-# computes every expert for every token on one device.
+# scores. All tokens share a common vector, so the untrained router prefers some experts. The
+# reference computes every expert for every token on one device.
 
 # %%
 DEVICES, TOKENS, EXPERTS, TOP_K = 8, 8, 16, 2  # TOKENS: per device
@@ -213,8 +213,8 @@ for dispatch in ("auto", "all_gather"):
 #
 # With `capacity_factor` an expert accepts a fixed number of tokens from each device: the factor
 # times an even share, rounded up. A rejected token loses this expert and keeps the output of its
-# other one. `capacity_policy` chooses which tokens stay: those with the largest weights, or the
-# first ones.
+# other one, unless that one rejects it, too. `capacity_policy` chooses which tokens stay: those
+# with the largest weights, or the first ones.
 #
 # The same rule in NumPy:
 
@@ -335,7 +335,7 @@ assert mean > dropless.load_balance_loss
 # %% [markdown]
 # Two methods balance the load:
 #
-# - Add the loss, times a factor, to your loss. Its gradient changes the router.
+# - Add `load_balance_loss`, times a factor, to your loss. Its gradient changes the router.
 # - Add a bias to each expert's score when experts are chosen, but not to the weights.
 #   `update_router_bias` raises the bias of an expert with fewer tokens than the mean, and lowers it
 #   for more.
@@ -397,8 +397,8 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Without balancing, the favourites get even more tokens. The loss balances them here, but the error
-# is larger, because the two gradients compete. A bias has no gradient.
+# Without balancing, most favourites get even more tokens. The loss balances them here, but the
+# error is larger, because the two gradients compete. A bias has no gradient.
 #
 # ## 5. Chunks and what they hide
 #

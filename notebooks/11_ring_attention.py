@@ -26,7 +26,7 @@
 # 5. packed documents
 # 6. bytes sent and saved
 #
-# Results are compared with one device. Eight CPU devices measure no speed.
+# Results are compared with one device. Nothing here measures speed.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -63,8 +63,8 @@ def attention_on_one_device(q, k, v, mask=True):
 #
 # Process the keys block by block. For each query store three values: the largest score so far, the
 # `total` of `exp(score - largest)`, and `out`, the sum of `exp(score - largest) v`. If a block has
-# a larger maximum, scale `total` and `out` by `exp(old - new)`. The result is `out / total`. No
-# score is stored.
+# a larger maximum, scale `total` and `out` by `exp(old - new)`. The result is `out / total`. The
+# forward pass stores no score.
 
 
 # %%
@@ -253,9 +253,9 @@ for got, want in zip(found, wanted, strict=True):
 # %% [markdown]
 # ## 6. Bytes sent and saved
 #
-# There are three algorithms for a sharded sequence. A gather sends as much as the ring, and holds
-# all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far less, but needs at
-# least as many heads as devices.
+# There are three algorithms for a sharded sequence. A gather sends as much as the ring in the
+# forward pass, and holds all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far
+# less, but the devices must divide the heads.
 
 
 # %%

@@ -167,7 +167,7 @@ np.testing.assert_allclose(logits, x @ w["head"], rtol=1e-3, atol=1e-2)
 #
 # The first loop waits for each program before it continues, because it reads each loss with
 # `float`. The second loop never waits. It starts the teacher's *next* answer before the student
-# learns from the last one. It stores losses as arrays and reads them at the end.
+# learns from the current one. It stores losses as arrays and reads them at the end.
 
 
 # %%
@@ -281,11 +281,11 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In the first picture teacher and student alternate. In the second they run at the same time. CPU
+# In the first picture teacher and student alternate. In the second they overlap. CPU
 # devices share cores, so the second loop is hardly shorter. On separate chips the shorter program
 # adds no time.
 #
-# Choose the parts of the devices so that both programs take about the same time.
+# Split the devices so that both programs take about the same time.
 # `make_mesh(..., devices=...)` takes any devices, and `jaxpar predict` predicts each time.
 #
 # ## In short

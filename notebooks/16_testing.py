@@ -239,7 +239,7 @@ plt.show()
 # ## In short
 #
 # - One call compares with NumPy on random input: values and gradients, `check_vma` on and off.
-# - Hypothesis draws three or more devices, and several axes in every order.
+# - Hypothesis draws meshes, most of three or more devices, and several axes in every order.
 # - Count the bytes sent. A test fails if the number changes.
 #
 # Next: [from a slow step to a fast one](17_explain.ipynb).

@@ -239,8 +239,7 @@ assert finding.cause == "resharding"
 # %% [markdown]
 # The line has no collective. The partitioner inserted it because `m` and `g` are sharded
 # differently: the weight by its first dimension, its momentum by the second. `explain` compiled the
-# step with several shardings of the arguments, and this edit was the fastest. "The earlier
-# arguments of the same names and shapes" are the weights, which the step takes before the momentum.
+# step with several shardings of the arguments, and this edit was the fastest.
 #
 # The gain is larger than this wait. The edit removes two all-to-alls: one brings the gradient to
 # the momentum's sharding, the other brings the momentum back. It also removes copies around them.
