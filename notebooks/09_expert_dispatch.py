@@ -24,8 +24,8 @@
 # 3. dispatch and combine by hand, and unwritten rows
 #
 # The [next notebook](10_experts.ipynb) has the layer, with and without dropping. Everything runs on
-# eight CPU devices in one process. **Nothing below measures speed**, but results are the same on
-# any machine.
+# eight CPU devices in one process. **Nothing below measures speed.** Results are the same on
+# accelerators.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -96,7 +96,7 @@ plt.show()
 
 # %% [markdown]
 # The weights are a softmax over all 16 experts, so the two weights of a token do not sum to 1.
-# Models differ in this. `normalize=True` divides by the sum. It equals
+# Models differ in this. `normalize=True` divides by the sum. The result equals
 # `scoring="selected_softmax"`, a softmax over the two chosen logits.
 
 # %%
@@ -124,7 +124,7 @@ def on_one_device(x, router, experts):
 
 expected = on_one_device(x, router, experts)
 
-# A sharded layer rounds its sums in another order: three sums, and three more in a derivative.
+# 6: a sharded layer reorders three sums, and three more in a derivative.
 TOLERANCE = 6 * tolerance("float32", HIDDEN)
 
 
@@ -138,8 +138,8 @@ def assert_close(found, wanted):
 # ## 2. The plan
 #
 # Each device has eight tokens and two experts: expert e is on device e // 2. A `RaggedDispatcher`
-# takes the devices that each token needs, and makes a *plan* with one small all-gather. Every
-# device then knows all row counts, and the offset of every row in every buffer.
+# takes the devices that each token needs, and makes a *plan* with one small all-gather of row
+# counts. Every device then knows the offset of every row in every buffer.
 #
 # The dispatcher can then send any pytree of rows. Here each token sends its own number, which shows
 # the tokens that arrived.
@@ -268,9 +268,9 @@ for device in range(DEVICES):
 # ## 3. Dispatch and combine by hand
 #
 # Each token travels with its experts and weights. The receiver makes a pair of each row and each
-# local expert that the row needs, and sorts the pairs by expert. `apply_experts` multiplies each
-# expert's group of pairs by its weights. The results of one row are added. `combine` sends each row
-# back and adds the rows of each token.
+# local expert that the row needs, and sorts the pairs by expert. `apply_experts` applies each
+# expert's MLP to its group of pairs, and scales the results by `weights`. The results of one row
+# are added. `combine` sends each row back and adds the rows of each token.
 
 
 # %%
@@ -282,7 +282,7 @@ def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
 
     local = chosen - LOCAL * lax.axis_index("ep")
     mine = valid[:, None] & (local >= 0) & (local < LOCAL)
-    group = jnp.where(mine, local, LOCAL).ravel()  # [r k], LOCAL for none
+    group = jnp.where(mine, local, LOCAL).ravel()  # [r k]; LOCAL: no local expert
     order = jnp.argsort(group)
     group_sizes = jnp.bincount(group, length=LOCAL + 1)[:LOCAL]
     row = order // TOP_K
@@ -296,9 +296,9 @@ def by_hand(x, router, experts):  # x: f32[t, d]; experts: two of them
 assert_close(sharded(by_hand)(x, router, experts), expected)
 
 # %% [markdown]
-# Unwritten rows can hold anything. On CPU they are 0, which hides mistakes.
-# `poisoned_rows` fills them with NaN, which shows mistakes. Below, each device computes the mean of
-# its received rows three times. Only the mean with `jnp.where` is always right.
+# Unwritten rows can hold anything. On CPU they are 0, which hides mistakes. `poisoned_rows` fills
+# them with NaN, which shows mistakes. Below, each device computes the mean of its received rows
+# three times. Only the mean with `jnp.where` is always right.
 
 
 # %%
@@ -324,6 +324,6 @@ with poisoned_rows():
 #
 # - A plan is one small all-gather. After it every device knows all offsets.
 # - A token travels once to each device that it needs. Each of them returns one row.
-# - Unwritten rows hold anything. Mask them with `jnp.where`, and test inside `poisoned_rows()`.
+# - Unwritten rows can hold anything. Mask them with `jnp.where`, and test inside `poisoned_rows()`.
 #
 # Next: [the layer](10_experts.ipynb) in one call.

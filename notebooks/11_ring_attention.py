@@ -24,7 +24,7 @@
 # 3. `ring_attention`
 # 4. causal attention and load balance: zigzag
 # 5. packed documents
-# 6. bytes sent and saved
+# 6. bytes sent, and bytes stored for the backward pass
 #
 # Results are compared with one device. Nothing here measures speed.
 
@@ -61,15 +61,15 @@ def attention_on_one_device(q, k, v, mask=True):
 # %% [markdown]
 # ## 1. A softmax in blocks
 #
-# Process the keys block by block. For each query store three values: the largest score so far, the
-# `total` of `exp(score - largest)`, and `out`, the sum of `exp(score - largest) v`. If a block has
-# a larger maximum, scale `total` and `out` by `exp(old - new)`. The result is `out / total`. The
-# forward pass stores no score.
+# Process the keys block by block. For each query and head keep the largest score so far, the
+# `total` of `exp(score - largest)`, and a vector `out`, the sum of `exp(score - largest) v`. If a
+# block has a larger maximum, scale `total` and `out` by `exp(old - new)`. The result is
+# `out / total`. The forward pass keeps no scores of earlier blocks.
 
 
 # %%
 def add_block(state, q, k, v):
-    """Updates the three values with one more block of keys and values."""
+    """Updates the state with one more block of keys and values."""
     largest, total, out = state  # f32[b, h, q], the same, f32[b, q, h, e]
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / SIZE**0.5
     larger = jnp.maximum(largest, scores.max(axis=-1))
@@ -100,8 +100,8 @@ print("four blocks give the softmax of all keys")
 # %% [markdown]
 # ## 2. The ring by hand
 #
-# Now the blocks travel from device to device. The code sends a block before it uses it, so the
-# transfer can overlap with the computation.
+# Now the blocks travel from device to device. Each device sends its block before it computes with
+# the block, so both can overlap.
 
 
 # %%
@@ -132,8 +132,9 @@ print(count_collectives(sharded(by_hand), q, k, v))
 #
 # ## 3. `ring_attention`
 #
-# `ring_attention` saves q, k, v, the result and two numbers per query. In the backward pass, keys
-# and values travel around the ring again. Their gradients follow one step behind.
+# `ring_attention` saves q, k, v, the result and two numbers per query and head. In the backward
+# pass, keys and values travel around the ring again. Their gradients follow one step behind.
+# `ring_attention` also takes fewer key and value heads than query heads.
 
 
 # %%
@@ -159,7 +160,7 @@ assert saved["ring_attention"] < saved["by hand"] / 4
 # computes in each step.
 
 # %%
-order = np.asarray(zigzag_order(LENGTH, 8))  # the position at each place
+order = np.asarray(zigzag_order(LENGTH, 8))  # the original position of each reordered element
 SEES = np.tri(LENGTH, dtype=bool)  # [q, k]
 
 
@@ -180,7 +181,7 @@ computed = {
 }
 for name, scores in computed.items():
     slowest = scores.max(axis=1).sum()
-    print(f"{name:>10}: the slowest device of each step, added up: {slowest} scores")
+    print(f"{name:>10}: scores of each step's slowest device, summed: {slowest}")
 assert computed["zigzag"].max(axis=1).sum() < computed["contiguous"].max(axis=1).sum() / 1.6
 
 # %% jupyter={"source_hidden": true} tags=["drawing"]
@@ -196,8 +197,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# `order="zigzag"` is the default. Reorder the sequence by `zigzag_order` first, including positions
-# and labels. Nothing else changes. `np.argsort` of the order reverses it.
+# `order="zigzag"` is the default. It matters only for causal attention, and for the options
+# `window` and `lengths`. Reorder the sequence by `zigzag_order` first, including positions, labels
+# and segments. Nothing else changes. `np.argsort` of the order reverses it.
 
 
 # %%
@@ -237,25 +239,30 @@ print(f"{SEES.sum()} pairs of a query and a key, {(SEES & same_document).sum()} 
 
 
 # %%
+def packed_attention(q, k, v):
+    return packed(*(x[:, order] for x in (q, k, v, segments)))[:, back]
+
+
+def on_one_device(q, k, v):
+    return attention_on_one_device(q, k, v, SEES & same_document)
+
+
 def loss(attention):
     return lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v)))
 
 
-def causal(q, k, v):
-    return attention_on_one_device(q, k, v, SEES)
-
-
-wanted = jax.grad(loss(causal), argnums=(0, 1, 2))(q, k, v)
-found = jaxpar.jit(jax.grad(loss(contiguous), argnums=(0, 1, 2)))(q, k, v)
+wanted = jax.grad(loss(on_one_device), argnums=(0, 1, 2))(q, k, v)
+found = jaxpar.jit(jax.grad(loss(packed_attention), argnums=(0, 1, 2)))(q, k, v)
 for got, want in zip(found, wanted, strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 # %% [markdown]
-# ## 6. Bytes sent and saved
+# ## 6. Bytes sent, and bytes stored for the backward pass
 #
-# There are three algorithms for a sharded sequence. A gather sends as much as the ring in the
-# forward pass, and holds all keys at once. An [all-to-all of heads](02_collectives.ipynb) sends far
-# less, but the devices must divide the heads.
+# A gather of all keys and values is the simplest algorithm. It sends as much as the ring forward
+# and less backward, but stores far more. A ring in both directions sends the same bytes, half
+# each way. An [all-to-all of heads](02_collectives.ipynb) would send 3.5 blocks forward (7/8 of q,
+# k, v and the result), but needs at least as many heads as devices.
 
 
 # %%
@@ -284,8 +291,8 @@ for name, local in algorithms.items():
 # %% [markdown]
 # ## In short
 #
-# - A softmax can be computed block by block, with a maximum and a sum per query.
+# - A softmax can be computed block by block, with a maximum and a sum per query and head.
 # - Zigzag gives all devices the same work in every step.
-# - Use `segments` for packed documents. Key and value heads may be fewer than query heads.
+# - Use `segments` for packed documents.
 #
 # Next: [distillation](12_distillation.ipynb), with two meshes at once.

@@ -18,7 +18,8 @@
 #
 # In distillation a small model, the student, learns the answers of a large one, the teacher. Only
 # the student trains. The two programs share only a batch and its logits. Each program gets half of
-# the devices and its own parallelism. JAX's asynchronous dispatch runs them at the same time.
+# the devices and its own parallelism. On accelerators, JAX's asynchronous dispatch can run them at
+# the same time.
 #
 # 1. two meshes
 # 2. a teacher and a student
@@ -73,7 +74,8 @@ for name, mesh in zip(("teacher", "student"), meshes(jax.devices()), strict=True
 # %% [markdown]
 # ## 2. A teacher and a student
 #
-# These are two jitted functions of global arrays. Each is compiled for its own mesh.
+# These are two jitted functions of global arrays. Each is compiled for its own mesh. Between the
+# teacher's MLPs the rows are sharded over `tp`, as in [notebook 7](07_tensor_parallel.ipynb).
 
 # %%
 ROWS, WIDTH, HIDDEN, CLASSES = 1024, 128, 512, 32
@@ -195,7 +197,7 @@ def distil(devices, wait):
         for step, batch in enumerate(batches):
             x, targets = place(student_mesh, batch, P("dp")), place(student_mesh, logits, P("dp"))
             if step + 1 < len(batches):
-                logits = logits_of(batches[step + 1])  # the teacher runs while the student learns
+                logits = logits_of(batches[step + 1])  # can run while the student learns
             w, state, loss = learn(w, state, x, targets)
             losses.append(loss)
         return [float(loss) for loss in losses]
@@ -210,14 +212,16 @@ print("without waiting:", " ".join(f"{loss:.2f}" for loss in losses))
 np.testing.assert_array_equal(losses_waiting, losses)
 
 # %% [markdown]
-# The losses are bitwise equal. Each program ran on four devices.
+# The losses are bitwise equal.
 #
 # ## 5. A profile of both
 #
+# So far each program ran on four devices. JAX's CPU backend runs only one multi-device program at a
+# time, even on disjoint devices. The profile below therefore uses one device for each program.
+# Accelerators do not have this limit, and the code is the same.
+#
 # `jax.profiler.trace` records every operation of every device. `jax.profiler.ProfileData` reads the
-# record. JAX's CPU backend runs programs on *several* devices one at a time, whichever devices they
-# use. The profile below therefore uses one device for each program. Chips do not have this limit,
-# and the code is the same.
+# record.
 
 
 # %%
@@ -281,9 +285,9 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# In the first picture teacher and student alternate. In the second they overlap. CPU
-# devices share cores, so the second loop is hardly shorter. On separate chips the shorter program
-# adds no time.
+# In the first picture teacher and student alternate. In the second they overlap. CPU devices share
+# cores, so these times say little. On accelerators the shorter program should add little time, but
+# this was not measured.
 #
 # Split the devices so that both programs take about the same time.
 # `make_mesh(..., devices=...)` takes any devices, and `jaxpar predict` predicts each time.
