@@ -40,8 +40,8 @@ from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded, infer_layo
 # %% [markdown]
 # ## The model
 #
-# The model is a plain function of a pytree: two blocks and a vocabulary of 50 words. None of the
-# meshes here divides 50.
+# The model is a plain function of a pytree: two blocks and a vocabulary of 50 words. No mesh here
+# shards 50 words evenly.
 
 # %%
 WIDTH, HIDDEN, WORDS = 16, 64, 50
@@ -67,9 +67,9 @@ def loss(params, tokens):
 # %% [markdown]
 # ## The rules
 #
-# A pattern matches the full path of a parameter. Its value names the dimensions. A table then says
-# for each mesh which axis shards a name, or None. `Padded` pads a dimension that the axis does not
-# divide, here the 50 words.
+# A rule maps a pattern of full parameter paths to dimension names. A table then says for each mesh
+# which axis shards a name, or None. `Padded` pads a dimension that the axis does not divide, here
+# the 50 words.
 #
 # Shard the words of an embedding table over `fsdp`, not its features. The batch is sharded over
 # `fsdp`, so each device needs all features of the words that it looks up.
@@ -158,8 +158,8 @@ print(layout["blocks/0/up"].picture())
 # ## A wrong map
 #
 # This map has three mistakes: a misspelt pattern, a rule with one name too many, and a vocabulary
-# that the axis does not divide. Elsewhere a misspelt pattern silently replicates its parameters.
-# The error lists all mistakes at once, each with a correction.
+# that the axis does not divide. The error lists every array and rule that they affect, each with a
+# correction.
 
 # %%
 wrong = RULES | {r"blocks/\d+/up": "layers width hidden"}
@@ -175,13 +175,14 @@ except LayoutError as error:
 # %% [markdown]
 # ## A map that fits and is wrong
 #
-# Names in the wrong order are reported if the sizes of other arrays show it. A square weight can be
+# Swapped names are reported if the sizes of other arrays contradict them. A square weight can be
 # sharded along either dimension, with the same result. Only the compiled program shows which is
 # faster. `explain` compiles the step for a chip that this machine does not have, and lists the
-# collectives that each weight causes. If the sharded dimensions of a weight and its operand differ,
-# it also compiles the step with the weight's dimensions swapped, and predicts the gain.
+# collectives that each weight causes. If a matmul contracts dimensions of a weight and the data
+# that are sharded differently, it also compiles the step with the weight's dimensions swapped, and
+# predicts the gain.
 #
-# A row with `0.5` times is half of a collective that two weights share.
+# `times` is 0.5 where two weights share one collective.
 
 # %% tags=["varies"]
 square = x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
@@ -200,8 +201,9 @@ print(layout.explain(jax.grad(forward), "v5e:2x4", x))
 # ## A map from the model
 #
 # `infer_layout` follows the parameters through the function. Dimensions that meet in a matmul get
-# the same axis. It returns an ordinary map and prints its reasons. With `target="v5e:2x4"` it
-# compiles this map and simpler ones, and takes the fastest.
+# the same axis (here `tp`), and `fsdp` shards the largest dimension that is left. It returns an
+# ordinary map and prints its reasons. With `target="v5e:2x4"` it compiles this map and simpler
+# ones, and takes the fastest.
 
 # %%
 shapes = jax.eval_shape(init, jax.random.key(0))
@@ -213,8 +215,8 @@ print(rules)
 #
 # - Name the dimensions once. A small table from names to axes gives the layout on a mesh.
 # - Specs, shards, padding, optimizer state, batches and checkpoints follow from it.
-# - The layout reports all mistakes at once, such as patterns that match nothing or match twice.
-# - A map also saves and restores checkpoints: [save](../docs/questions/save.md).
+# - The layout reports all mistakes at once.
+# - A layout also saves and restores checkpoints: [save](../docs/questions/save.md).
 # - `explain` asks the chip's compiler before you rent the chip.
 #
 # Next: [reading a schedule](14_schedules.ipynb).

@@ -61,7 +61,7 @@ import jaxpar
 
 # %%
 def free_port():
-    while True:  # below the ports that systems give to connections, so none is taken meanwhile
+    while True:  # below the ephemeral ports, so that the port stays free
         port = random.randrange(20000, 32000)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -70,7 +70,7 @@ def free_port():
 
 START = """
 import json, os, sys
-# What the transport between CPU processes writes to standard output goes to standard error.
+# Gloo, the CPU transport, prints to standard output; send that to standard error.
 sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 import jax
@@ -162,9 +162,9 @@ assert all(f"sum {3 * sum(range(16))}" in text for text in said)
 #
 # ## 3. Values that must be equal in all processes
 #
-# All processes must run the same program with the same shapes over the same mesh. If one differs, a
-# collective hangs silently. `jaxpar.agree` compares values first, and reports what differs and
-# where. Here one process has read another configuration:
+# All processes must run the same program with the same shapes over the same mesh. If any of these
+# differs, a collective can hang or return garbage. `jaxpar.agree` compares values first, and
+# reports what differs and where. Here one process has read another configuration:
 
 # %%
 said = run("""
@@ -212,9 +212,8 @@ for text in map(str.split, said):
     assert {"psum", "pmax"} < set(text)
 
 # %% [markdown]
-# The guard also reports a process that is missing, was killed, or compiles for minutes. It does so
-# when the others have waited longer than the limit, and names the line that the process is at:
-# [when a step hangs](../docs/hangs.md).
+# The guard reports a killed process at once. After `timeout_s` it also names the line of a process
+# that is missing or still compiles: [when a step hangs](../docs/hangs.md).
 #
 # ## 5. Where the arrays are
 #
@@ -257,15 +256,15 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# Checkpoints follow the same rule: `layout.save` and `layout.restore` write and read each process's
-# own part. Run `jaxpar doctor` on all hosts first to test collectives between them.
+# Checkpoints are also local: `layout.save` and `layout.restore` write and read each process's own
+# part. Run `jaxpar doctor` on all hosts first to test collectives between them.
 #
 # ## 6. Overlap by the clock
 #
-# CPU devices of one process measure no overlap: there a transfer is a copy, on the cores that
-# compute. Two processes do measure it if their network is slow. Linux can make such a network
-# without root: a namespace with its own loopback, which `tc` limits to 1 Gbit/s. If this machine
-# cannot make one, the cell prints why, and the processes use the ordinary loopback.
+# In one process, CPU devices cannot show overlap: a transfer is a copy on the computing cores. Two
+# processes on a slow network can. Linux can make such a network without root: a namespace with its
+# own loopback, which `tc` limits to 1 Gbit/s for both directions together. If this machine cannot
+# make one, the cell prints why, and the processes use the ordinary loopback.
 
 
 # %%
@@ -278,7 +277,7 @@ def stop_processes(processes):
 stop_processes(processes)
 
 # %% tags=["varies"]
-# The host name must lead to the loopback, because Gloo asks for its address.
+# Gloo looks up the host name, so it must resolve to the loopback.
 SLOW_NETWORK = """
 echo localhost > /proc/sys/kernel/hostname &&
 ip link set lo up &&
@@ -373,7 +372,7 @@ if within:
 # - Call `jaxpar.initialize()` first, and run the same program everywhere.
 # - `batch_part` says what to read, and `place_batch` makes it global.
 # - `jaxpar.agree(...)` checks the configuration before the first collective.
-# - `jaxpar.guard(step)` checks what changes later.
+# - `jaxpar.guard(step)` compares each new program before it runs.
 # - To measure overlap without accelerators, use several processes and a slow network.
 #
 # Next: [testing a collective of your own](16_testing.ipynb).

@@ -57,8 +57,8 @@ from jaxpar.testing import (
 # ## 1. A collective of your own
 #
 # With `ring_shift` you can write collectives that `jax.lax` lacks, such as a cumulative sum along a
-# sharded sequence. Each device sums its local rows. Then its total travels, and each device adds
-# the totals of the devices before it. `direction` lets us break the function later.
+# sharded sequence. Each device sums its local rows. Then the totals go round the ring, and each
+# device adds those of earlier devices. `direction` lets us break the function later.
 
 
 # %%
@@ -77,7 +77,7 @@ def ring_cumsum(x, axis, direction=1):  # x: f32[m/n, k]
 #
 # `assert_matches_reference` takes the function of local blocks, a NumPy function of the global
 # arrays, and the specs. It compares values *and* gradients, with `check_vma` on and off. The
-# tolerance follows from the dtype and the number of terms.
+# tolerance follows from the dtype and the number of terms in a sum.
 
 # %%
 tokens = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
@@ -161,7 +161,7 @@ assert "mesh {'tp': 3}" in caught
 
 # %% [markdown]
 # Each line names the setting, the array and the number of wrong entries. It shows the worst entry
-# with its error and the allowed error. The last line is enough to run the case again.
+# with its error and the allowed error. The last line has the mesh and the specs.
 #
 # Hypothesis finds the bug, although nothing told it to try three devices:
 
@@ -233,13 +233,13 @@ plt.show()
 
 # %% [markdown]
 # The compiler decides whether transfers are hidden. `jaxpar.testing.assert_overlapped` compiles for
-# a chip that this machine does not have, and fails with the transfers that the chip waits for
+# a chip that need not be there. If too much time is exposed, it fails and lists the waits
 # ([schedules](14_schedules.ipynb)).
 #
 # ## In short
 #
 # - One call compares with NumPy on random input: values and gradients, `check_vma` on and off.
-# - Hypothesis draws meshes, most of three or more devices, and several axes in every order.
-# - Count the bytes sent. A test fails if the number changes.
+# - Hypothesis draws meshes, most of three or more devices, and axes in any order.
+# - Assert the bytes sent, so that a change fails the test.
 #
 # Next: [from a slow step to a fast one](17_explain.ipynb).

@@ -31,8 +31,8 @@
 # 8. the result
 #
 # Times come from a model of the chip. **They are not measured** ([schedules](14_schedules.ipynb)).
-# The stored outputs show jax 0.10.2; another version gives other times.
-# The assertions check that each edit gains the predicted time.
+# The stored outputs are of jax 0.10.2 and libtpu 0.0.42.1; other versions give other times. The
+# assertions check that each edit gains the predicted time.
 
 # %%
 # Before anything else touches JAX: the number of devices is fixed when the backend starts.
@@ -57,8 +57,9 @@ from jaxpar.schedule import compile_for, explain, program_floor, target, timelin
 # ## 1. A step with six mistakes
 #
 # The step trains an MLP after a frozen embedding, on 16 chips. The batch is sharded over `dp` and
-# the width over `tp`. The computation uses nothing from jaxpar. `explain` names files and lines, so
-# the step is a file, `step.py`. All six mistakes are common. Try to find them before you read on.
+# the width over `tp`. The step uses jaxpar only from section 6 on. `explain` names files and lines,
+# so the step is a file, `step.py`. All six mistakes are common. Try to find them before you read
+# on.
 
 # %%
 STEP = """
@@ -136,8 +137,8 @@ def make(mesh):
 # `compile_for` takes the step, a target and the step's arguments. Our step makes its mesh itself,
 # so the target gets this mesh by `replace`.
 #
-# In a terminal, in the folder of `step.py`, this command does the same and writes a page with the
-# timeline. It calls `make` with a mesh of `jaxpar.make_mesh`, not of `mesh_of`:
+# In the folder of `step.py`, this command explains the step on a mesh of `jaxpar.make_mesh` in
+# place of `mesh_of`, and writes a page with the timeline:
 #
 #     jaxpar explain step:make --target v5e:4x4 --mesh dp=2,tp=8 --html step.html
 
@@ -162,8 +163,8 @@ steps = [("as it was", timeline(program))]
 # %% [markdown]
 # ## 2. Float32 on the wire
 #
-# This is the full explanation with one *finding*: a wait, its cause and an edit. `tries` limits how
-# many edits are compiled. This finding has only one edit. How to read some of the lines:
+# This explanation has only one *finding*: a wait, its cause and an edit. `tries` limits how many
+# edits are compiled. This finding has only one edit. How to read some of the lines:
 #
 # - `errors of such predictions` compares predictions with public measurements, for each kind of
 #   operation in the step.
@@ -237,9 +238,9 @@ show(finding)
 assert finding.cause == "resharding"
 
 # %% [markdown]
-# The line has no collective. The partitioner inserted it because `m` and `g` are sharded
-# differently: the weight by its first dimension, its momentum by the second. `explain` compiled the
-# step with several shardings of the arguments, and this edit was the fastest.
+# Line 51 of `step.py` has no collective. The partitioner inserted one, because `g` is sharded by
+# its first dimension, as the weight, and `m` by its second. `explain` compiled the step with
+# several shardings of the arguments, and this edit was the fastest.
 #
 # The gain is larger than this wait. The edit removes two all-to-alls: one brings the gradient to
 # the momentum's sharding, the other brings the momentum back. It also removes copies around them.
@@ -261,7 +262,7 @@ show(finding)
 assert finding.cause == "sent twice"
 
 # %% [markdown]
-# The loop keeps activations small, but the weight is the same in each iteration. A compiler moves
+# The loop keeps activations small, but `embedding` is the same in each iteration. A compiler moves
 # arithmetic out of loops. It leaves collectives inside.
 
 # %%
@@ -389,20 +390,20 @@ print(
 # `explain` tried none of these edits, because it cannot make them by itself. So their gains are
 # unknown. This chip's compiler makes all three remaining collectives synchronous, so nothing can
 # overlap with them. (`explain` prints the first cause that holds, and it tests latency before
-# synchronous.) The step is far above its floor. The floor has neither latencies nor passes over
-# memory, and both are long for arrays as small as these. Other changes could help:
+# synchronous.) The step is far above the floor of the edited program. This floor has neither
+# latencies nor passes over memory, and both are long for such small arrays. Other changes could
+# help:
 #
-# - Another algorithm: shard rows over `tp` too. Sums then become gathers and reduce-scatters that
-#   overlap with matmuls ([overlapped matmuls](04_overlapped_matmuls.ipynb)). This pays off with
-#   larger matmuls than these.
+# - With larger matmuls, another algorithm: shard rows over `tp` too. Sums then become gathers and
+#   reduce-scatters that overlap with matmuls ([overlapped matmuls](04_overlapped_matmuls.ipynb)).
 # - More rows for each sum of gradients.
 # - A chip whose sums overlap with other work.
 #
 # ## In short
 #
 # - `explain(compile_for(step, target, *arguments))` gives line, cause, edit and gain.
-# - A gain belongs to the full program, compiled with the edit. Here the program confirms each
-#   prediction within 5%.
+# - A gain belongs to the full program, compiled with the edit. Here each edited file gains what was
+#   predicted, within 5%.
 # - An edit changes which wait is the longest. Make one edit and ask again.
 # - `jaxpar explain --json before.json`, then `--against before.json`, shows what an edit changed.
 # - All causes: [why is this step slow?](../docs/explain.md)

@@ -61,8 +61,8 @@ DASHES = ("solid", (0, (2.2, 0.9)))
 # %% [markdown]
 # ## 1. The idle links of one ring
 #
-# A torus is a grid whose rows and columns close. A *wrap-around* link joins the last device of a
-# row or column to the first. The code writes a link as a pair of devices:
+# A torus is a grid whose rows and columns are rings. A *wrap-around* link joins the last device of
+# a row or column to the first. The code writes a link as a pair of devices:
 
 
 # %%
@@ -159,8 +159,9 @@ plt.show()
 # ## 3. Other rectangles and a cube
 #
 # Every torus of m x n devices with sides of 3 or more splits into two such rings (Kotzig, 1973). A
-# torus of three dimensions splits into three (Aubert and Schneider, 1982). A side of 2 has too few
-# links: the link to the next device is also the wrap-around link.
+# torus of three dimensions splits into three (Aubert and Schneider, 1982). Sides of 2 have too few
+# links for this: the link to the next device is also the wrap-around link. (A cube whose sides are
+# all 2 has another `multi-ring` program, without rings.)
 
 # %% jupyter={"source_hidden": true} tags=["drawing", "docs/links_rectangle.png"]
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(7, 10))
@@ -186,14 +187,15 @@ except ValueError as error:
 # %% [markdown]
 # ## 4. The transfers of each step
 #
-# Each ring carries its own half of every block. Blocks of nearer devices arrive from the side on
-# which they are nearer. Both rings follow one program, a list of steps:
+# Each ring carries its own half of every block. Each block takes the shorter way round. Both rings
+# follow one program, a list of steps:
 #
-# - The first number of a step is a distance: the owners of its blocks are so many places away. No
-#   device is more than 8 places away, so step 8 is the last.
-# - `hops` are the transfers that brought the step's blocks. `blocks` are the transfers that start.
+# - The first number is the distance to the owners of the blocks that the step multiplies. No device
+#   is more than 8 places away, so step 8 is the last.
+# - `hops` are the transfers whose blocks the step multiplies. `blocks` are the transfers that it
+#   starts.
 # - `+1` is a transfer to the next device of a ring, `-1` a transfer to the previous one.
-# - `/0` and `/1` are halves of a ring's half: the block of the opposite device is cut again.
+# - `/0` and `/1` are quarters of the opposite device's block.
 # - `+1` alone is a transfer in ring 1, and `+1 of ring 2` in ring 2.
 
 # %%
@@ -302,11 +304,10 @@ for ring in jaxpar.edge_disjoint_rings(chips.mesh, AXES):
 # Each group of 16 gathers the rows of `x`, and each device multiplies them by its columns of a
 # weight. A *floor* is the longer of two times: the single full matmul, and the transfer of the
 # bytes alone. There are two floors: `floor.of_one_ring` is for the two links of one ring, and
-# `floor.total` is for all four links. (`floor.one_ring` and `floor.transfer` are their transfers
-# without the matmul.)
+# `floor.total` is for all four links. (`floor.one_ring` and `floor.transfer` are the transfer times
+# in these two.)
 #
-# The last number that the cell prints, *cuts*, is the time to split blocks that travel in parts:
-# the local block before the first send, and the last block into quarters.
+# The last number that the cell prints, *cuts*, is the time to split blocks that travel in parts.
 
 # %% tags=["varies"]
 M, K, N = 16384, 8192, 8192
@@ -385,7 +386,7 @@ for name, links in (("one ring", 2), ("two rings", 4)):
 # ## 7. The choice of `"auto"`
 #
 # With few rows the small pieces cost more than the links gain. `"auto"` predicts this with a model.
-# `jaxpar tune` tries all modes in your own program.
+# `jaxpar tune` compiles all modes in your own program, and finds the best.
 
 # %% tags=["varies"]
 print("rows    " + "".join(f"{name:>12}" for name in (*MODES, "auto")))
@@ -402,8 +403,8 @@ assert totals[256]["auto"] == totals[256]["naive"] < totals[256]["two rings"]
 # %% [markdown]
 # `"auto"` takes two rings only on a mesh of `make_mesh` whose axes are closed rings of links. A
 # slice of v6e or v5e has wrap-around links only along dimensions of 16. On 4 x 4 chips of v6e,
-# `make_mesh` lays `y` along squares of four neighbours, which are closed rings. It finds no closed
-# rings for `x`: there a step takes up to two links.
+# `make_mesh` lays `y` along squares of four neighbours, which are closed rings. Neighbours along
+# `x` are up to two links apart, so `"auto"` does not take two rings.
 
 # %%
 for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items():
@@ -417,7 +418,7 @@ for slice_of, axes in {"v5p:4x4x4": "dp=4,x=4,y=4", "v6e:4x4": "x=4,y=4"}.items(
 #
 # - A ring uses two links of a chip. Two edge-disjoint rings use all four of a plane, and three use
 #   all six of a cube.
-# - Use `Axis(("x", "y"), mode="multi-ring")`, or `"auto"` on a mesh of `make_mesh`.
+# - Use `mode="multi-ring"`, or `"auto"` on a mesh of `make_mesh`.
 # - `jaxpar.edge_disjoint_rings(mesh, axes)` returns the rings. `ring_hops` counts the links of each
 #   step.
 # - This command compares both modes with their floors:
