@@ -157,7 +157,7 @@ class Dropped(Model):
         return jax.checkpoint(run)(w, x, batch["keys"])
 
 
-def check(kind, axes, microbatches, virtual, check_vma, rows=2):
+def check(kind, axes, microbatches, virtual, check_vma, rows=2, last_dim=1):
     mesh = jaxpar.make_mesh(axes)
     devices = mesh.shape["pp"]
     model = kind(devices * virtual)
@@ -182,7 +182,7 @@ def check(kind, axes, microbatches, virtual, check_vma, rows=2):
         "pp",
         batch_axes=batch_axes,
         specs=specs,
-        last_dim=1,
+        last_dim=last_dim,
     )
     # Device i has stages i, i + devices, ..., so the stack is in the order of devices.
     order = np.arange(model.count).reshape(virtual, devices).T.ravel()
@@ -227,6 +227,28 @@ def test_kinds_of_models(kind, check_vma):
     check(kind, "pp=4,tp=2", 6, 2, check_vma)
 
 
+def test_rows_that_are_counted_from_the_back():
+    check(Model, "pp=4,tp=2", 4, 1, True, last_dim=-2)
+
+
+def test_a_nan_reaches_the_loss_and_its_gradients():
+    model = Model(8)
+    model.shared["table"][3, 1] = np.nan
+    batch = {"tokens": np.full((4, SEQUENCE), 3), "labels": np.full((4, SEQUENCE), 5)}
+    step = value_and_grad(
+        model.stage,
+        model.first,
+        lambda shared, x, batch: model.last(shared, x, batch, "pp"),
+        interleaved_1f1b(8, 2),
+        "pp",
+        last_dim=1,
+    )
+    mesh, specs = jaxpar.make_mesh("pp=8"), (P("pp"), P())
+    local = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=(P(), specs))
+    found = jax.jit(local)(model.stages, model.shared, batch)
+    assert all(np.isnan(x).any() for x in jax.tree.leaves(found))
+
+
 def test_no_copy_of_a_weight_is_kept():
     """Casts of weights, also those in a scan or a jitted function, are made again."""
 
@@ -248,12 +270,12 @@ def test_no_copy_of_a_weight_is_kept():
     assert all(shape[-2:] == (2, 8) for shape in shapes)
 
 
-def run(mesh, stage, schedule, *, stages=(8, 4, 4), last=None, **options):
+def run(mesh, stage, schedule, *, stages=(8, 4, 4), first=None, last=None, **options):
     def mean(shared, x, batch):
         return jnp.sum((x @ shared) ** 2), x.size
 
     step = value_and_grad(
-        stage, lambda shared, x: x @ shared, last or mean, schedule, "pp", **options
+        stage, first or (lambda shared, x: x @ shared), last or mean, schedule, "pp", **options
     )
     specs = P("pp"), P()
     local = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=(P(), specs))
@@ -269,7 +291,7 @@ def test_wrong_arguments():
     run(mesh, stage, schedule)
     with pytest.raises(ValueError, match=r"^value_and_grad: schedule is for 4 devices, and axis"):
         run(mesh, stage, interleaved_1f1b(4, 2))
-    with pytest.raises(ValueError, match="as gpipe does; choose interleaved_1f1b"):
+    with pytest.raises(ValueError, match=r"^value_and_grad: .* as gpipe does; choose inter"):
         run(mesh, stage, gpipe(8, 2))
     with pytest.raises(ValueError, match=r"stages has local shape \(2, 4, 4\).*the 1 virtual"):
         run(mesh, stage, schedule, stages=(16, 4, 4))
@@ -277,9 +299,13 @@ def test_wrong_arguments():
         run(mesh, stage, interleaved_1f1b(8, 3))
     with pytest.raises(TypeError, match=r"stage_fn must return what the next stage is given"):
         run(mesh, lambda w, x, batch: x[:, :2], schedule)
-    with pytest.raises(ValueError, match=r"stage_fn uses psum over axis 'pp' \(8\)"):
+    with pytest.raises(ValueError, match=r"^value_and_grad: stage_fn uses psum over axis 'pp'"):
         run(mesh, lambda w, x, batch: lax.psum(x @ w, "pp"), schedule)
     with pytest.raises(ValueError, match=r"loss_sum"):
         run(mesh, stage, schedule, last=lambda s, x, b: (lax.psum(jnp.sum(x), "pp"), 1))
     with pytest.raises(ValueError, match=r"last_dim=0.*local shape \(4, 4\).*8 devices"):
         run(mesh, stage, interleaved_1f1b(8, 4))
+    with pytest.raises(ValueError, match=r"^value_and_grad: last_dim=2 is out of range"):
+        run(mesh, stage, schedule, last_dim=2)
+    with pytest.raises(TypeError, match=r"first_fn must return floats, got int32\[8, 4\]"):
+        run(mesh, stage, schedule, first=lambda shared, x: x.astype("int32"))

@@ -95,6 +95,9 @@ def test_wrong_schedules_are_refused():
         ValueError, match="3B1 runs before its loss; end microbatch 1 in trip 9 or later"
     ):
         PipelineSchedule(2, 2, starts=(0, 1), ends=(8, 8))
+    for starts, ends in (((-1, 0), (8, 9)), ((0,), (8, 9)), ((), ())):
+        with pytest.raises(ValueError, match="starts and ends must have a trip for each"):
+            PipelineSchedule(2, 2, starts=starts, ends=ends)
     with pytest.raises(ValueError, match="device 0 has 2F0 and 0F1 in trip 2"):
         PipelineSchedule(2, 2, starts=(0, 2), ends=(8, 10))
     with pytest.raises(ValueError, match="device 0 has 0B0 and 0B1 in trip 9"):

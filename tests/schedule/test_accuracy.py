@@ -117,6 +117,8 @@ def test_kinds_of_work_without_a_measurement_share_a_line():
         matmuls,
         "TPU v4, large gathers, small passes over memory: no measurement",
     ]
+    other = str(Band("TPU v5", "gather", True))
+    assert band_lines([gathers, other, memory])[1] == other  # another chip
     assert band_lines([]) == []
 
 

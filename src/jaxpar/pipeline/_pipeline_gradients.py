@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.arguments.calls import of_user, public, type_error, value_error
+from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.axis.axis import AxisLike, Ring, axis_names, bind
 from jaxpar.layers._gradients import cut_batch, mean_value_and_grad
@@ -93,7 +93,8 @@ def value_and_grad(
         microbatches = jax.tree_util.tree_map_with_path(cut, batch)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
-            return pipelined(how, *params, microbatches)
+            with naming("value_and_grad"):
+                return pipelined(how, *params, microbatches)
 
         how = Pipeline(
             _checked(of_user(stage_fn, "stage_fn")),
@@ -115,6 +116,8 @@ def _checked(stage_fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
 
     def stage(params: Any, x: Any, microbatch: Any) -> Any:
+        if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x)):
+            raise type_error(f"first_fn must return floats, got {types(x)}; give others in batch")
         y = stage_fn(params, x, microbatch)
         if types(x) != types(y):
             raise type_error(

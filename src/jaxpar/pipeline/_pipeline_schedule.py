@@ -63,8 +63,8 @@ class PipelineSchedule:
         before.
 
     Raises:
-      ValueError: a device has two passes in one half of a trip, or a backward pass comes before its
-        loss.
+      ValueError: a device has two forward or two backward passes in a trip; a backward pass comes
+        before its loss; starts and ends do not fit.
 
     Example:
       >>> PipelineSchedule(2, 1, starts=(0, 1), ends=(4, 5)) == interleaved_1f1b(2, 2)
@@ -94,6 +94,11 @@ class PipelineSchedule:
 
     def trips(self) -> list[list[PipelineTrip]]:
         """Returns the trips of each device."""
+        if len(self.starts) != len(self.ends) or min(self.starts, default=-1) < 0:
+            raise ValueError(
+                "PipelineSchedule: starts and ends must have a trip for each microbatch, counted "
+                f"from 0, got {self.starts} and {self.ends}"
+            )
         found: dict[tuple[int, int, int], Pass] = {}  # by device, trip, and half
         for number, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             if end <= start + 2 * self.stages - 1:
@@ -121,17 +126,13 @@ class PipelineSchedule:
             for device in range(self.devices)
         ]
 
-    def seconds(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Returns the time of all trips, given those of one stage's passes."""
+    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
+        """Returns the share of its time that a device is idle, given the times of a stage."""
         together = list(zip(*self.trips(), strict=True))
         forwards = sum(any(trip.forward for trip in trips) for trips in together)
         backwards = sum(any(trip.backward for trip in trips) for trips in together)
-        return forward * forwards + backward * backwards
-
-    def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
-        """Returns the share of its time that a device is idle."""
         busy = self.microbatches * self.virtual_stages * (forward + backward)
-        return 1 - busy / self.seconds(forward, backward)
+        return 1 - busy / (forward * forwards + backward * backwards)
 
     def peak_activations(self) -> float:
         """Returns the most microbatches whose residuals a device holds, of all of its stages."""

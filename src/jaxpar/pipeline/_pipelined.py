@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.arguments.checks import check_own
+from jaxpar.arguments.checks import check_dim, check_own
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_over, varying_axes
@@ -56,11 +56,6 @@ class Pipeline:
     ring: Ring
     last_dim: int
 
-    @property
-    def owner(self) -> int:
-        """Returns the device of the last stage."""
-        return (self.schedule.stages - 1) % self.ring.size
-
     def firsts(self, shared: Any, batch: Any) -> Any:
         """Returns what enters the first stage, of all microbatches."""
         return vary_over(self.ring.names, lax.map(partial(self.first, shared), batch))
@@ -76,11 +71,12 @@ class Pipeline:
         """Returns this device's part of the last stage's result."""
         # One permute for each distance: compilers overlap permutes with a stage's work. Each device
         # sends its own result, and uses what comes from the last stage.
-        size, at_owner = self.ring.size, (index - self.owner) % self.ring.size
+        size = self.ring.size
+        from_last = (index - (size - 1)) % size  # the last stage is on the last device
         found = _part(y, index, size, self.last_dim)
         for distance in range(1, size):
             part = _part(y, (index + distance) % size, size, self.last_dim)
-            found = chosen(at_owner == distance, self.ring.shift(part, distance), found)
+            found = chosen(from_last == distance, self.ring.shift(part, distance), found)
         return found
 
     def collected(self, whole: Any, part: Any, index: Any) -> Any:
@@ -94,12 +90,12 @@ class Pipeline:
 
 
 def _part(tree: Any, number: Any, size: int, dim: int) -> Any:
-    """Cuts arrays along `dim`, and divides those without it, such as sums of auxiliary losses."""
+    """Cuts arrays along `dim`, and divides scalars, such as sums of auxiliary losses."""
 
     def cut(x: Any) -> Any:
-        if x.ndim <= dim:
+        if not x.ndim:
             return x / size
-        length, rest = divmod(x.shape[dim], size)
+        length, rest = divmod(x.shape[check_dim("last_dim", dim, x.shape)], size)
         if rest:
             raise value_error(
                 f"last_dim={dim} of a stage's result, local shape {x.shape}, is cut over {size} "
@@ -114,7 +110,7 @@ def _joined(tree: Any, part: Any, number: Any, size: int, dim: int) -> Any:
     """Adds a part's cotangent to that of the full tree."""
 
     def join(x: Any, of_part: Any) -> Any:
-        if x.ndim <= dim:
+        if not x.ndim:
             return x + of_part / size
         return lax.dynamic_update_slice_in_dim(x, of_part, number * of_part.shape[dim], dim)
 

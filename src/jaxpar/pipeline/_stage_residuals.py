@@ -61,9 +61,8 @@ def residuals_of(
     closed = jax.make_jaxpr(forward)(params, x, microbatch)
     _check_collectives(closed.jaxpr, ring)
     of_y, of_pullback = trees
-    is_x = [*jax.tree.leaves(jax.tree.map(lambda _: False, params))]
-    is_x += jax.tree.leaves(jax.tree.map(lambda _: True, x))
-    is_x += [False] * (len(closed.jaxpr.invars) - len(is_x))
+    start, count = (len(jax.tree.leaves(tree)) for tree in (params, x))
+    is_x = [start <= number < start + count for number in range(len(closed.jaxpr.invars))]
     kept = _depends(closed.jaxpr, is_x)[of_y.num_leaves :]
     return StageResiduals(closed, of_y, of_pullback, kept)
 

@@ -52,13 +52,16 @@ class Band:
 
 
 def band_lines(bands: Iterable[str]) -> list[str]:
-    """Returns the texts of bands, each once, with all that lack a measurement in one line."""
-    found = list(dict.fromkeys(bands))
-    # Of one chip, whose name comes first.
-    others = [text.removesuffix(_NONE).split(", ", 1) for text in found if text.endswith(_NONE)]
-    lines = [text for text in found if not text.endswith(_NONE)]
-    kinds = ", ".join(what for _, what in others)
-    return [*lines, f"{others[0][0]}, {kinds}{_NONE}"] if others else lines
+    """Returns the texts of bands, each once, with a chip's unmeasured kinds in one line."""
+    measured: list[str] = []
+    others: dict[str, list[str]] = defaultdict(list)
+    for text in dict.fromkeys(bands):
+        chip, _, kind = text.removesuffix(_NONE).partition(", ")
+        if text.endswith(_NONE):
+            others[chip].append(kind)
+        else:
+            measured.append(text)
+    return [*measured, *(f"{chip}, {', '.join(kinds)}{_NONE}" for chip, kinds in others.items())]
 
 
 def bands_of(played: Timeline, target: Target) -> list[Band]:
