@@ -43,33 +43,29 @@ def part_of(x, axis, like):
 
 
 class Model:
-    """A tied embedding, stages of one MLP each, and losses of labels above 2."""
+    """A tied embedding, stages of some MLPs each, and losses of labels above 2."""
 
-    layers = None
+    of_stage = 1
     table = P()
 
     def __init__(self, stages):
-        shape = (stages,) if self.layers is None else (stages, self.layers)
-        self.count = stages
-        self.stages = {
-            "scale": 1 + normal(1, *shape, WIDTH) / 10,
-            "up": normal(2, *shape, WIDTH, HIDDEN),
-            "down": normal(3, *shape, HIDDEN, WIDTH) / 4,
+        count = stages * self.of_stage
+        self.layers = {
+            "scale": 1 + normal(1, count, WIDTH) / 10,
+            "up": normal(2, count, WIDTH, HIDDEN),
+            "down": normal(3, count, HIDDEN, WIDTH) / 4,
         }
         self.shared = {"table": normal(4, WORDS, WIDTH), "scale": 1 + normal(5, WIDTH) / 10}
         self.shared_specs = {"table": self.table, "scale": P()}
-        none = (None,) * (len(shape) - 1)
-        self.specs = {
-            "scale": P("pp"),
-            "up": P("pp", *none, None, "tp"),
-            "down": P("pp", *none, "tp"),
-        }
+        self.specs = {"scale": P("pp"), "up": P("pp", None, "tp"), "down": P("pp", "tp")}
 
     def sum(self, x, tp):
         return x if tp is None else lax.psum(x, tp)
 
     def stage(self, w, x, batch, tp=None):
-        return x + self.sum(mlp(w, x), tp)
+        for number in range(len(w["scale"])):
+            x += self.sum(mlp({name: leaf[number] for name, leaf in w.items()}, x), tp)
+        return x
 
     def first(self, shared, batch, pp=None):
         return 3.0 * shared["table"][batch["tokens"]]
@@ -85,10 +81,10 @@ class Model:
         return jnp.sum(jnp.where(counts, self.losses(shared, x, labels, pp), 0)), jnp.sum(counts)
 
     def on_one_device(self, params, batch):
-        stages, shared = params
+        layers, shared = params
         x = self.first(shared, batch)
-        for number in range(self.count):
-            own = {name: w[number] for name, w in stages.items()}
+        for start in range(0, len(layers["scale"]), self.of_stage):
+            own = {name: w[start : start + self.of_stage] for name, w in layers.items()}
             x = self.stage(own, x, batch)
         loss, weight = self.last(shared, x, batch)
         return loss / weight.astype(loss.dtype)
@@ -97,7 +93,7 @@ class Model:
 class Scanned(Model):
     """Stages of two layers in a scan."""
 
-    layers = 2
+    of_stage = 2
     layer = staticmethod(lambda f: f)
 
     def stage(self, w, x, batch, tp=None):
@@ -185,8 +181,9 @@ def check(kind, axes, microbatches, virtual, check_vma, rows=2, last_dim=1):
         last_dim=last_dim,
     )
     # Device i has stages i, i + devices, ..., so the stack is in the order of devices.
-    order = np.arange(model.count).reshape(virtual, devices).T.ravel()
-    stacked = jax.tree.map(lambda w: w[order], model.stages)
+    order = np.arange(devices * virtual * model.of_stage).reshape(virtual, devices, -1)
+    order = order.swapaxes(0, 1).ravel()
+    stacked = jax.tree.map(lambda w: w[order], model.layers)
     local = jax.shard_map(
         step,
         mesh=mesh,
@@ -194,11 +191,11 @@ def check(kind, axes, microbatches, virtual, check_vma, rows=2, last_dim=1):
         out_specs=(P(), specs),
         check_vma=check_vma,
     )
-    loss, (of_stages, of_shared) = jax.jit(local)(stacked, model.shared, batch)
-    of_stages = jax.tree.map(lambda g: np.asarray(g)[np.argsort(order)], of_stages)
-    wanted = jax.jit(jax.value_and_grad(model.on_one_device))((model.stages, model.shared), batch)
+    loss, (of_layers, of_shared) = jax.jit(local)(stacked, model.shared, batch)
+    of_layers = jax.tree.map(lambda g: np.asarray(g)[np.argsort(order)], of_layers)
+    wanted = jax.jit(jax.value_and_grad(model.on_one_device))((model.layers, model.shared), batch)
     for found, right in zip(
-        jax.tree.leaves((loss, (of_stages, of_shared))), jax.tree.leaves(wanted), strict=True
+        jax.tree.leaves((loss, (of_layers, of_shared))), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_allclose(found, right, rtol=0, atol=1e-10 * np.abs(right).max())
 
@@ -245,7 +242,7 @@ def test_a_nan_reaches_the_loss_and_its_gradients():
     )
     mesh, specs = jaxpar.make_mesh("pp=8"), (P("pp"), P())
     local = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=(P(), specs))
-    found = jax.jit(local)(model.stages, model.shared, batch)
+    found = jax.jit(local)(model.layers, model.shared, batch)
     assert all(np.isnan(x).any() for x in jax.tree.leaves(found))
 
 
@@ -270,7 +267,7 @@ def test_no_copy_of_a_weight_is_kept():
     assert all(shape[-2:] == (2, 8) for shape in shapes)
 
 
-def run(mesh, stage, schedule, *, stages=(8, 4, 4), first=None, last=None, **options):
+def run(mesh, stage, schedule, *, layers=(8, 4, 4), first=None, last=None, **options):
     def mean(shared, x, batch):
         return jnp.sum((x @ shared) ** 2), x.size
 
@@ -279,11 +276,11 @@ def run(mesh, stage, schedule, *, stages=(8, 4, 4), first=None, last=None, **opt
     )
     specs = P("pp"), P()
     local = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=(P(), specs))
-    return jax.eval_shape(local, jnp.ones(stages), jnp.ones((4, 4)), jnp.ones((16, 4)))
+    return jax.eval_shape(local, jnp.ones(layers), jnp.ones((4, 4)), jnp.ones((16, 4)))
 
 
 def stage(w, x, batch):
-    return x @ w
+    return x @ w[0]
 
 
 def test_wrong_arguments():
@@ -293,14 +290,14 @@ def test_wrong_arguments():
         run(mesh, stage, interleaved_1f1b(4, 2))
     with pytest.raises(ValueError, match=r"^value_and_grad: .* as gpipe does; choose inter"):
         run(mesh, stage, gpipe(8, 2))
-    with pytest.raises(ValueError, match=r"stages has local shape \(2, 4, 4\).*the 1 virtual"):
-        run(mesh, stage, schedule, stages=(16, 4, 4))
+    with pytest.raises(ValueError, match=r"layers has local shape \(3, 4, 4\).*the 2 virtual"):
+        run(mesh, stage, interleaved_1f1b(8, 2, 2), layers=(24, 4, 4))
     with pytest.raises(ValueError, match=r"batch has local shape \(16, 4\).*microbatches=3"):
         run(mesh, stage, interleaved_1f1b(8, 3))
     with pytest.raises(TypeError, match=r"stage_fn must return what the next stage is given"):
         run(mesh, lambda w, x, batch: x[:, :2], schedule)
     with pytest.raises(ValueError, match=r"^value_and_grad: stage_fn uses psum over axis 'pp'"):
-        run(mesh, lambda w, x, batch: lax.psum(x @ w, "pp"), schedule)
+        run(mesh, lambda w, x, batch: lax.psum(x @ w[0], "pp"), schedule)
     with pytest.raises(ValueError, match=r"loss_sum"):
         run(mesh, stage, schedule, last=lambda s, x, b: (lax.psum(jnp.sum(x), "pp"), 1))
     with pytest.raises(ValueError, match=r"last_dim=0.*local shape \(4, 4\).*8 devices"):

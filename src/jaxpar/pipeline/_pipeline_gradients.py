@@ -35,30 +35,32 @@ def value_and_grad(
     other than `axis`, such as those of tensor parallelism.
 
     Args:
-      stage_fn: `(params, x, microbatch) -> x` of one stage, a pytree of floats of unchanged shapes.
-        For recomputation wrap it in `jax.checkpoint`. A pair of activations and a sum of auxiliary
-        losses is a pytree, too.
+      stage_fn: `(layers, x, microbatch) -> x` of one stage, whose leaves of `layers` are
+        `[layers of a stage, ...]`, such as for `jax.lax.scan`. The pytree x keeps its structure,
+        shapes and dtypes, which are floats. For recomputation wrap it in `jax.checkpoint`. A pair
+        of activations and a sum of auxiliary losses is a pytree, too.
       first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
         of x, as in `mean_loss`. All devices compute a part, and may use collectives over `axis`.
       schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
       axis: the mesh axis of the pipeline.
       batch_axes: other axes that losses are spread over, as `axis` of `mean_value_and_grad`.
-      specs: pytree prefix of `PartitionSpec`s for `(stages, shared)`, as in `mean_value_and_grad`.
+      specs: pytree prefix of `PartitionSpec`s for `(layers, shared)`, as in `mean_value_and_grad`.
       last_dim: dimension of a stage's result that is cut over `axis` for `last_fn`.
 
     Returns:
-      `fn(stages, shared, batch) -> (loss, (d_stages, d_shared))`. Leaves of `stages` are local
-      `[virtual_stages, ...]`: device i has stages i, i + devices, and so on. Those of `shared` are
-      replicated over `axis`, or sharded. Dimension 0 of every batch leaf is cut into microbatches.
-      The loss and the gradients are those of `mean_value_and_grad`.
+      `fn(layers, shared, batch) -> (loss, (d_layers, d_shared))`. Leaves of `layers` are local
+      `[layers of the device, ...]`, one stage after the other: device i has stages i, i + devices,
+      and so on. Those of `shared` are replicated over `axis`, or sharded. Dimension 0 of every
+      batch leaf is cut into microbatches. The loss and the gradients are those of
+      `mean_value_and_grad`.
 
     Raises:
       TypeError: a stage changes the structure, shapes or dtypes of x.
-      ValueError: the schedule is for another number of devices; a leaf of `stages` has another
-        first dimension than `virtual_stages`, or is replicated over `axis`; `microbatches` does not
-        divide a batch leaf; the devices do not divide `last_dim`; a stage uses a collective over
-        `axis`; or as in `mean_value_and_grad`.
+      ValueError: the schedule is for another number of devices; `virtual_stages` does not divide
+        the layers of a device; a leaf of `layers` is replicated over `axis`; `microbatches` does
+        not divide a batch leaf; the devices do not divide `last_dim`; a stage uses a collective
+        over `axis`; or as in `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
     cotangent once to a neighbour, during a stage's work. It holds the residuals of
@@ -69,7 +71,7 @@ def value_and_grad(
       >>> mesh = make_mesh("pp=8")
       >>> schedule = interleaved_1f1b(8, microbatches=4)
       >>> fn = value_and_grad(
-      ...     lambda w, x, batch: jnp.tanh(x @ w),
+      ...     lambda w, x, batch: jnp.tanh(x @ w[0]),
       ...     lambda shared, batch: batch["x"] @ shared,
       ...     lambda shared, x, batch: (jnp.sum((x @ shared.T) ** 2), x.size),
       ...     schedule, "pp")
@@ -82,19 +84,20 @@ def value_and_grad(
     Source: as `interleaved_1f1b`.
     """
 
-    def call(stages: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+    def call(layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
         ring = bind(axis)
         _check_schedule(schedule, ring)
-        stages = as_arrays("stages", stages)
-        jax.tree_util.tree_map_with_path(partial(_check_stage, schedule), stages)
-        check_own_leaves("stages", stages, ring, "stages", "shard dimension 0 in in_specs")
+        layers = as_arrays("layers", layers)
+        check_own_leaves("layers", layers, ring, "layers", "shard dimension 0 in in_specs")
         batch = as_arrays("batch", batch)
         cut = partial(cut_batch, schedule.microbatches)
         microbatches = jax.tree_util.tree_map_with_path(cut, batch)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
+            layers, shared = params
             with naming("value_and_grad"):
-                return pipelined(how, *params, microbatches)
+                stages = jax.tree_util.tree_map_with_path(partial(_stages, schedule), layers)
+                return pipelined(how, stages, shared, microbatches)
 
         how = Pipeline(
             _checked(of_user(stage_fn, "stage_fn")),
@@ -105,7 +108,7 @@ def value_and_grad(
             last_dim,
         )
         axes = *ring.names, *(axis_names(batch_axes) if batch_axes else ())
-        return mean_value_and_grad(loss_fn, axes, specs=specs)((stages, shared), microbatches)
+        return mean_value_and_grad(loss_fn, axes, specs=specs)((layers, shared), microbatches)
 
     call.__qualname__ = "value_and_grad"
     return public(call, over=axis)
@@ -143,10 +146,13 @@ def _check_schedule(schedule: PipelineSchedule, ring: Ring) -> None:
         )
 
 
-def _check_stage(schedule: PipelineSchedule, path: Any, leaf: Any) -> None:
-    if leaf.shape[:1] != (schedule.virtual_stages,):
+def _stages(schedule: PipelineSchedule, path: Any, leaf: Any) -> Any:
+    """Returns a device's layers `[layers, ...]` as `[virtual_stages, layers of a stage, ...]`."""
+    count, rest = divmod(leaf.shape[0] if leaf.ndim else 0, schedule.virtual_stages)
+    if rest or not count:
         raise value_error(
-            f"stages{jax.tree_util.keystr(path)} has local shape {leaf.shape}, and must begin with "
-            f"the {schedule.virtual_stages} virtual stages of the schedule; stack those of "
-            f"all {schedule.stages} stages, and shard dimension 0 over the pipeline's axis"
+            f"layers{jax.tree_util.keystr(path)} has local shape {leaf.shape}, whose first "
+            f"dimension must be a multiple of the {schedule.virtual_stages} virtual stages; stack "
+            f"the layers of all {schedule.stages} stages, and shard dimension 0 over the axis"
         )
+    return leaf.reshape(schedule.virtual_stages, count, *leaf.shape[1:])

@@ -36,9 +36,8 @@ def chosen(condition: Any, one: Any, other: Any) -> Any:
     return jax.tree.map(partial(jnp.where, condition), one, other)
 
 
-def zeros_like_type(x: Any, dtype: Any = None, shape: Any = None) -> Any:
-    made = jnp.zeros(x.shape if shape is None else shape, dtype or x.dtype)
-    return vary_over(varying_axes(x), made)
+def zeros_like_type(x: Any, dtype: Any = None) -> Any:
+    return vary_over(varying_axes(x), jnp.zeros(x.shape, dtype or x.dtype))
 
 
 @dataclass(frozen=True, eq=False)
