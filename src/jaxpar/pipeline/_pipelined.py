@@ -209,18 +209,22 @@ class PipelineRun:
     def trip(self, forward: bool, backward: bool, state: dict[str, Any], numbers: Any) -> Any:
         (of_forward, of_backward), of_loss = at(numbers[:2], self.index), numbers[2]
         ring = self.how.ring
+        # Predictions read the share of idle passes from this name.
+        passes = f"passes[bubble={self.how.schedule.bubble():.4f}]"
         # Sent first, so that they travel during the forward pass.
         arriving = ring.shift(state["dx"], -1) if backward else None
         part = self.how.shared_out(state["y"], self.index)
         if forward:
-            state = self._forward(state, of_forward)
+            with jax.named_scope(passes):
+                state = self._forward(state, of_forward)
         dy = state["dy"]
         state, of_part = self._losses(state, part, of_loss)
         state["dy"] = self.how.collected(dy, of_part, self.index)
         if backward:
             ct = chosen(of_backward.is_last > 0, dy, arriving)
             ct = chosen(of_backward.runs > 0, ct, jax.tree.map(jnp.zeros_like, ct))
-            state = self._backward(state, of_backward, ct)
+            with jax.named_scope(passes):
+                state = self._backward(state, of_backward, ct)
         return state, None
 
     def _forward(self, state: dict[str, Any], own: Any) -> dict[str, Any]:

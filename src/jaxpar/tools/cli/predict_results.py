@@ -169,6 +169,7 @@ def notes(report: TargetResults) -> list[str]:
                 f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
                 "of HBM of a device"
             )
+    found += dict.fromkeys(line for p in report.predictions for line in p.timeline.idle())
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
         found.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")

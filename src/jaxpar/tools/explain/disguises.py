@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxpar.tools.program.hlo import Instruction, integers
-from jaxpar.tools.program.operations import ARITHMETIC
+from jaxpar.tools.program.known_values import ARITHMETIC
 from jaxpar.tools.program.values import Value, Values
 
 _SAME = {"bitcast", "convert", "copy", "reshape", "transpose", "opt-barrier"}

@@ -52,6 +52,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "utilisation": found.utilisation,
         "peak_bytes": played.peak_bytes,
         "capacity": program.target.chip.capacity if program.target.chip else 0,
+        "idle": played.idle(),
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
         "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
@@ -141,6 +142,7 @@ def heading(record: Record) -> list[str]:
         lines.append(f"{least}; {held} of {size(record['capacity'])} of memory")
     else:
         lines.append(f"{held} of memory")
+    lines += record.get("idle", ())
     lines.append(f"({_source(record)})")
     lines += map(at_least, record["kernels_of_unknown_cost"])
     bands = band_lines(record["bands"])

@@ -10,13 +10,15 @@ import importlib.util
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import exp, inf, log, prod
 from pathlib import Path
 from typing import Any
+
+from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
 
 # The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
 _TABLES = {
@@ -189,20 +191,20 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
     times: dict[tuple[str, int], dict[Sizes, float]] = defaultdict(dict)
     if (at := data.find(name)) < 0:
         return {}
-    length, start = _number(data, at + len(name))
-    for _, entry in _fields(data[start : start + length]):
-        fields = dict(_fields(entry))
-        instruction, rate = dict(_fields(fields[1])), fields.get(6, 0)
+    length, start = number_at(data, at + len(name))
+    for _, entry in fields_of(data[start : start + length]):
+        fields = dict(fields_of(entry))
+        instruction, rate = dict(fields_of(fields[1])), fields.get(6, 0)
         kind = instruction[2].decode()
         if not rate:
             continue
-        group = dict(_fields(instruction.get(92, b""))).get(2, 0)
+        group = dict(fields_of(instruction.get(92, b""))).get(2, 0)
         if kind == "collective-permute":  # each pair is its own field
-            pairs = [dict(_fields(value)) for key, value in _fields(fields[1]) if key == 52]
+            pairs = [dict(fields_of(value)) for key, value in fields_of(fields[1]) if key == 52]
             kind = kind_of_permute([(pair.get(1, 0), pair.get(2, 0)) for pair in pairs])
         elif not group:
             continue
-        elements = prod(_numbers(dict(_fields(instruction[3]))[3]))
+        elements = prod(numbers_of(dict(fields_of(instruction[3]))[3]))
         # The rate is of the full array; a reduce-scatter's result is a part of it.
         whole = 4 * elements * (group if kind == "reduce-scatter" else 1)
         times[kind, group][whole,] = whole / rate
@@ -223,35 +225,3 @@ def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
     for sizes in sorted(table, reverse=True):
         found[sizes] = least = min(least, table[sizes])
     return found
-
-
-def _number(data: Any, at: int) -> tuple[int, int]:
-    found = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        found |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return found, at
-
-
-def _numbers(packed: bytes) -> Iterator[int]:
-    at = 0
-    while at < len(packed):
-        number, at = _number(packed, at)
-        yield number
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(data):
-        key, at = _number(data, at)
-        width = {1: 8, 5: 4}.get(key & 7, 0)
-        if key & 7 == 0:
-            value, at = _number(data, at)
-        else:
-            if not width:
-                width, at = _number(data, at)
-            value, at = data[at : at + width], at + width
-        yield key >> 3, value

@@ -1,6 +1,7 @@
 """Simulates operations on a model of a chip."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, prod
@@ -21,6 +22,7 @@ from jaxpar.tools.program.operations import (
     Schedule,
 )
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.idle import idle_share
 from jaxpar.tools.timeline.links import Links, Transfer
 from jaxpar.tools.timeline.target import measured_of
 from jaxpar.tools.timeline.under_way import UnderWay
@@ -80,6 +82,8 @@ def _in_tiles(matmul: Matmul) -> float:
 
 
 class Player:
+    """One device, or several that do the same."""
+
     def __init__(self, links: Links, assumed: Assumptions) -> None:
         self.links, self.chip, self.assumed = links, links.chip, assumed
         self._reached = REACHED if self.chip.torus else REACHED_BY_GPUS
@@ -92,61 +96,44 @@ class Player:
         self.copies = dict[str, float]()  # as do copies between memories, by direction
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
-        self.unknown: dict[str, None] = {}  # names of loops, in order
-        self.unsaid: dict[str, None] = {}  # and of kernels of unknown cost
+        self.unsaid: dict[str, None] = {}  # names of kernels of unknown cost, in order
         self.tables = measured_of(self.chip)
-        self._length = cache(self._computing)
+        self.length = cache(self.computing)
         self._transfers: dict[Collective, Transfer] = {}
 
-    def run(self, schedule: Schedule) -> None:
-        for operation in schedule.operations:
-            self._step(operation)
+    def clone(self) -> "Player":
+        """Returns a device that has done the same."""
+        other = copy(self)
+        other.free, other.busy = self.free.copy(), self.busy.copy()
+        other.copies, other.events = dict(self.copies), list(self.events)
+        other.under_way = self.under_way.clone()
+        return other
 
-    def _step(self, operation: Operation) -> None:
+    def step(self, operation: Operation, others: float = 0.0) -> None:
+        """Does one operation; `others` is when the other devices of a collective begin it."""
         match operation:
             case Free():
                 pass
-            case Loop():
-                self._loop(operation)
-            case Conditional():
-                self.run(self._branch(operation))
-            case Call():
-                self.run(operation.runs[0])
             case Done():
                 self._done(operation)
             case Copy():
                 self._copy(operation)
-            case Collective() if self.under_way.has(operation):
-                self._compute(operation)
-            case Collective():
-                self._send(operation)
+            case Collective() if not self.under_way.has(operation):
+                self._send(operation, others)
             case _:
                 self._compute(operation)
 
-    # -- control flow -------------------------------------------------------------------------
-
-    def _loop(self, loop: Loop) -> None:
-        trips = self.assumed.trips_of(loop.op) if loop.trips is None else loop.trips
-        if trips is None:
-            self.unknown[loop.name] = None
-        _, body = loop.runs
-        for _ in range(1 if trips is None else trips):
-            self.run(body)
-
-    def _branch(self, conditional: Conditional) -> Schedule:
-        """Returns the taken branch, else the longest."""
-        if conditional.taken is not None:
-            return conditional.runs[conditional.taken]
-        return max(conditional.runs, key=self._length)
-
-    def _computing(self, schedule: Schedule) -> float:
+    def computing(self, schedule: Schedule) -> float:
+        """Returns the seconds that a schedule computes, with the longest branches."""
         total = 0.0
         for operation in schedule.operations:
             match operation:
-                case Conditional():
-                    total += self._length(self._branch(operation))
+                case Conditional(taken=None):
+                    total += max(map(self.length, operation.runs))
+                case Conditional(taken=int(taken)):
+                    total += self.length(operation.runs[taken])
                 case Call() | Loop():
-                    total += sum(map(self._length, operation.runs), 0.0)
+                    total += sum(map(self.length, operation.runs), 0.0)
                 case _:
                     total += self._seconds(operation.work)
         return total
@@ -160,7 +147,8 @@ class Player:
         if is_matmul:
             # Numbers of 32 bits may be multiplied as if they had 16.
             narrow = [replace(one, width=min(one.width, 2.0)) for one in operation.work.matmuls]
-            self.at_peak += sum(map(self._at_peak, narrow)) if narrow else seconds
+            at_peak = sum(map(self._at_peak, narrow)) if narrow else seconds
+            self.at_peak += at_peak * (1 - idle_share(operation.op))
             if self.tables and not all(map(self._has, operation.work.matmuls)):
                 self.beyond += seconds
         if operation.work.is_unknown:
@@ -210,14 +198,15 @@ class Player:
 
     # -- transfers and copies -----------------------------------------------------------------
 
-    def _send(self, start: Collective) -> None:
+    def _send(self, start: Collective, others: float) -> None:
         if start not in self._transfers:
             share = _share(start.message.rows, self.assumed.sent_rows)
             self._transfers[start] = self.links.transfer(start.message, share)
         transfer = self._transfers[start]
         links, seconds = transfer.route.links, transfer.route.seconds
         latency = self.links.latency(transfer.route)
-        begin = self.now if self.chip.torus else max(self.now, self.stream)
+        called = max(self.now, others)
+        begin = called if self.chip.torus else max(called, self.stream)
         ends = np.maximum(self.free[links], begin) + seconds  # a link sends messages one by one
         first = float((ends - seconds).min()) if ends.size else begin
         end = float(ends.max(initial=begin)) + latency
@@ -228,7 +217,7 @@ class Player:
         event = Event(
             *(start.name, start.op, "transfer", transfer.row, first, end, transfer.sent),
             # For its slowest link: others may have been free.
-            queued=max(0.0, end - latency - self.now - float(seconds.max(initial=0.0))),
+            queued=max(0.0, end - latency - called - float(seconds.max(initial=0.0))),
             latency=latency,
             links=self.links.used(transfer),
         )
@@ -256,8 +245,16 @@ class Player:
             self.events.append(Event(start.name, start.op, "wait", row, self.now, until))
             self.now = until
 
+    @property
+    def computed(self) -> float:
+        return sum((e.seconds for e in self.events if e.kind == "compute"), 0.0)
+
+    @property
+    def end(self) -> float:
+        return max([self.now, *(e.end for e in self.finish() if e.kind == "transfer")])
+
     def finish(self) -> tuple[Event, ...]:
-        # Transfers that nothing has waited for are added.
+        # With transfers that nothing has waited for.
         pending = [one.event for one in self.under_way.open if one.event is not None]
-        self.events += [event for event in pending if event.kind == "transfer"]
-        return tuple(sorted(self.events, key=lambda e: (e.start, e.end)))
+        events = [*self.events, *(event for event in pending if event.kind == "transfer")]
+        return tuple(sorted(events, key=lambda e: (e.start, e.end)))

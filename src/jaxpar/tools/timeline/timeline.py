@@ -25,6 +25,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.program.cache import keep, kept, key_of
+from jaxpar.tools.program.literals import text_of
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.frameworks import (
@@ -32,9 +33,11 @@ from jaxpar.tools.timeline.frameworks import (
     donated_inside,
     traced_for,
 )
+from jaxpar.tools.timeline.idle import idle_lines, idle_share
 from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.player import Assumptions, Player
+from jaxpar.tools.timeline.places import Places
+from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
 _FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
@@ -270,14 +273,14 @@ def program_of(
 def _text_and_memory(compiled: Any) -> tuple[str, Memory]:
     stats: Any = compiled.memory_analysis()
     if stats is None:  # not every backend has them
-        return compiled.as_text() or "", Memory(0, 0, 0, 0, 0)
+        return text_of(compiled), Memory(0, 0, 0, 0, 0)
     sizes = {
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
     }
-    text = compiled.as_text() or ""
+    text = text_of(compiled)
     return text, _memory(text, **sizes, peak=getattr(stats, "peak_memory_in_bytes", 0))
 
 
@@ -308,6 +311,8 @@ class Timeline:
       kernels_of_unknown_cost: kernels of which only bytes are known: figures are lower limits.
       runs: the time of each run in the trace, if measured.
       at_peak: time of the program's FLOPs at the chip's peak, if simulated.
+      compute_by_place: time in compute instructions by place in the mesh, such as `"pp=3"`, where
+        devices take different branches. The timeline is of devices that end last.
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=P("tp"))
@@ -328,11 +333,25 @@ class Timeline:
     kernels_of_unknown_cost: tuple[str, ...] = ()
     runs: tuple[float, ...] = ()
     at_peak: float = inf
+    compute_by_place: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def hidden_share(self) -> float:
         """Returns the share of transfer time without waits; 1 without transfers."""
         return 1.0 if not self.transfer else max(0.0, 1 - self.exposed / self.transfer)
+
+    @property
+    def bubble(self) -> float:
+        """Returns the seconds in which a device of a `jaxpar.pipeline` is idle.
+
+        It then computes on old numbers.
+        """
+        computed = (event for event in self.events if event.kind == "compute")
+        return sum((event.seconds * idle_share(event.op) for event in computed), 0.0)
+
+    def idle(self) -> list[str]:
+        """Returns lines about the bubble, and places that compute longer than others."""
+        return idle_lines(self.bubble, self.total, self.compute_by_place)
 
     @property
     def is_least(self) -> bool:
@@ -375,25 +394,27 @@ def timeline(
     """
     chip = figures_of(program.target, chip)
     links = Links(program.target.mesh, chip)
-    player = Player(links, assumed or Assumptions())
-    player.run(program.module.entry)
+    module = program.module
+    places = Places(links, assumed or Assumptions(), module.hlo.partitions)
+    player = places.run(module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
-    total = max([player.now, *(e.end for e in transfers)])
+    total = player.end
     used = player.busy[player.busy > 0]
     played = Timeline(
         events=events,
         total=total,
-        compute=sum((e.seconds for e in events if e.kind == "compute"), 0.0),
+        compute=player.computed,
         exposed=sum((e.seconds for e in events if e.kind == "wait" and e.row == "compute"), 0.0),
         transfer=covered(transfers),
         sent_bytes=sum((e.bytes for e in transfers), 0.0),
         link_utilisation=float(used.mean() / total) if used.size and total else 0.0,
         peak_bytes=program.memory.peak,
         estimate=_estimate(chip, player.beyond / total if total else 0.0),
-        loops_of_unknown_length=tuple(player.unknown),
+        loops_of_unknown_length=tuple(places.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
         at_peak=min(program.flops / chip.flops, player.at_peak),
+        compute_by_place=places.computed(program.target.mesh),
     )
     _require_possible(program, played, links)
     return played

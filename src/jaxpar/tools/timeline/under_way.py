@@ -21,6 +21,11 @@ class UnderWay(Generic[Held]):
     def __init__(self) -> None:
         self.open: list[Open[Held]] = []
 
+    def clone(self) -> "UnderWay[Held]":
+        other = UnderWay[Held]()
+        other.open = [Open(one.start, one.event, list(one.covers)) for one in self.open]
+        return other
+
     def begin(self, start: Collective | Copy, event: Held) -> None:
         self.open.append(Open(start, event))
 

@@ -1,0 +1,53 @@
+"""The text of a compiled program, with its tables of integers."""
+
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxpar.tools.program.protobuf import fields_of, numbers_of
+
+MOST = 1 << 16  # numbers of a table that is written out
+_LEFT_OUT = re.compile(
+    r"%([\w.\-]+) = (?:[su](8|16)|[su](?:32|64)|pred)\[([0-9,]+)\](?:\{([0-9,]*)[^}]*\})?"
+    r" constant\((\{\.\.\.\})\)"
+)
+# Fields of XLA's protobufs of modules, computations and instructions, and a literal's shape.
+_COMPUTATION, _INSTRUCTION, _NAME, _LITERAL, _SHAPE = 3, 2, 1, 8, 1
+
+
+def text_of(compiled: Any) -> str:
+    """Returns `compiled.as_text()` with tables of integers, which it leaves out.
+
+    The branches that a loop takes may depend on them.
+    """
+    text = compiled.as_text() or ""
+    wanted = {found[1] for found in _LEFT_OUT.finditer(text)}
+    literals = dict[str, dict[int, Any]]()
+    for module in compiled.runtime_executable().hlo_modules() if wanted else ():
+        proto = module.as_serialized_hlo_module_proto()
+        for instruction in _inside(_inside([proto], _COMPUTATION), _INSTRUCTION):
+            fields = dict(fields_of(instruction))
+            if (name := fields[_NAME].decode()) in wanted:
+                literals[name] = dict(fields_of(fields[_LITERAL]))
+    return _LEFT_OUT.sub(lambda found: _written(found, literals.get(found[1], {})), text)
+
+
+def _inside(messages: Any, field: int) -> Any:
+    return (value for one in messages for key, value in fields_of(one) if key == field)
+
+
+def _written(found: re.Match[str], literal: dict[int, Any]) -> str:
+    packed = [value for key, value in literal.items() if key != _SHAPE]
+    shape = [int(size) for size in found[3].split(",")]
+    if len(packed) != 1 or np.prod(shape) > MOST:
+        return found[0]
+    if found[2]:  # narrow integers are bytes
+        numbers = np.frombuffer(packed[0], f"<i{int(found[2]) // 8}")
+    else:
+        numbers = np.array([number - (number >> 63 << 64) for number in numbers_of(packed[0])])
+    # The major dimension comes first. The layout names the minor one first.
+    order = [int(dim) for dim in (found[4] or "").split(",") if dim][::-1] or range(len(shape))
+    stored = numbers.reshape([shape[dim] for dim in order])
+    table = str(stored.transpose(np.argsort(order)).tolist())
+    return found[0].replace("{...}", table.replace("[", "{").replace("]", "}"))

@@ -1,0 +1,121 @@
+"""Simulates a program on all devices, which may take different branches."""
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from jaxpar.tools.program.costs import Message
+from jaxpar.tools.program.known_values import LoopState, Scope
+from jaxpar.tools.program.operations import (
+    Call,
+    Collective,
+    Conditional,
+    Loop,
+    Schedule,
+)
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.player import Assumptions, Player
+
+
+class Places:
+    """Devices in groups that have taken the same branches.
+
+    Each group has a player. A collective begins when the last of its devices comes to it.
+    """
+
+    def __init__(self, links: Links, assumed: Assumptions, devices: int) -> None:
+        self.assumed = assumed
+        self.players = [Player(links, assumed)]
+        self.place = np.zeros(devices, int)  # of each device: the number of its player
+        self.active = [0]  # players that run the current schedule
+        self.unknown: dict[str, None] = {}  # names of loops of unknown length, in order
+
+    def run(self, entry: Schedule) -> Player:
+        """Returns the player that ends last."""
+        self._run(entry, Scope(len(self.place)))
+        return max(self.players, key=lambda one: (one.end, one.computed))
+
+    def _run(self, schedule: Schedule, scope: Scope) -> None:
+        for operation in schedule.operations:
+            match operation:
+                case Loop():
+                    self._loop(operation, scope)
+                case Conditional():
+                    self._conditional(operation, scope)
+                case Call(source=source):
+                    self._run(operation.runs[0], scope.called(source.operands if source else ()))
+                case _:
+                    others = 0.0
+                    if isinstance(operation, Collective) and self._joins(operation.message):
+                        others = max(self.players[number].now for number in self.active)
+                    for number in self.active:
+                        self.players[number].step(operation, others)
+
+    def _loop(self, loop: Loop, scope: Scope) -> None:
+        state = LoopState(scope, loop.source) if loop.source else None
+        trips = loop.trips
+        if trips is None and state:
+            trips = state.trips()
+        if trips is None:
+            trips = self.assumed.trips_of(loop.op)
+        if trips is None:
+            self.unknown[loop.name] = None
+        for trip in range(1 if trips is None else trips):
+            self._run(loop.runs[1], state.at(trip) if state else scope)
+
+    def _conditional(self, conditional: Conditional, scope: Scope) -> None:
+        taken, source = None, conditional.source
+        if conditional.taken is not None:
+            taken = np.array([conditional.taken])
+        elif source:
+            taken = scope.branch(source)
+        if taken is None:  # data decide: the branch that computes the longest
+            lengths = list(map(self.players[0].length, conditional.runs))
+            taken = np.array([lengths.index(max(lengths))])
+        around, first = self.active, len(self.players)
+        branches = self._parted(np.broadcast_to(taken, self.place.shape))
+        for branch, self.active in branches.items():
+            self._run(
+                conditional.runs[branch], scope.in_branch(source, branch) if source else scope
+            )
+        self.active = [*around, *range(first, len(self.players))]
+
+    def _parted(self, taken: Int[np.ndarray, " devices"]) -> dict[int, list[int]]:
+        """Returns the players that take each branch; a player whose devices differ is parted."""
+        found: dict[int, list[int]] = {}
+        for number in list(self.active):
+            own = self.place == number
+            first, *others = np.unique(taken[own]).tolist()
+            found.setdefault(first, []).append(number)
+            for branch in others:
+                self.place[own & (taken == branch)] = len(self.players)
+                found.setdefault(branch, []).append(len(self.players))
+                self.players.append(self.players[number].clone())
+        return found
+
+    def _joins(self, message: Message) -> bool:
+        """Returns whether devices of several players take part in one exchange."""
+        if len(self.active) == 1:
+            return False
+        groups = message.pairs or message.groups or [range(len(self.place))]
+        return any(len({*self.place[list(group)].tolist()}) > 1 for group in groups)
+
+    def computed(self, mesh: Mesh) -> dict[str, float]:
+        """Returns the seconds that each group of devices computes; empty if all do the same."""
+        groups = [np.flatnonzero(self.place == number) for number in range(len(self.players))]
+        seconds = [player.computed for player in self.players]
+        named = {_name(mesh, own): one for own, one in zip(groups, seconds, strict=True)}
+        return named if len(named) > 1 else {}
+
+
+def _name(mesh: Mesh, devices: Int[np.ndarray, " own"]) -> str:
+    """Names devices by axes along which they are not all, as in `"pp=3"`."""
+    places = np.unravel_index(devices, tuple(mesh.shape.values()))
+    parts = [
+        f"{name}={','.join(map(str, own))}"
+        for name, size, own in zip(
+            mesh.axis_names, mesh.shape.values(), map(np.unique, places), strict=True
+        )
+        if len(own) < size
+    ]
+    return " ".join(parts) or f"{len(devices)} devices from {devices[0]} on"
