@@ -225,6 +225,9 @@ class PipelineRun:
             ct = chosen(of_backward.runs > 0, ct, jax.tree.map(jnp.zeros_like, ct))
             with jax.named_scope(passes):
                 state = self._backward(state, of_backward, ct)
+        # What was sent arrives within the trip. Otherwise compilers for GPUs send in the next trip,
+        # right before its use, where nothing hides the hop.
+        state["arrived"], state["dx"] = lax.optimization_barrier((state["arrived"], state["dx"]))
         return state, None
 
     def _forward(self, state: dict[str, Any], own: Any) -> dict[str, Any]:
