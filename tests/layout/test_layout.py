@@ -328,7 +328,7 @@ def test_moments_have_the_padding_of_their_parameters():
     )
     rules = LayoutMap({"mu/w": (Padded("dp"), "tp")})
     with pytest.raises(
-        LayoutError, match=r"pads it to \(2, 8\), but its parameter is padded to \(1, 8\)"
+        LayoutError, match=r"is padded to \(2, 8\) by rule 'mu/w', but its parameter to \(1, 8\)"
     ):
         layout.like({"mu": layout.shapes}, rules)
 
@@ -386,7 +386,7 @@ def test_rules_of_states_hold_or_are_refused():
     for rules, text in {
         "muu/w": r"rule 'muu/w' matches no array; the nearest path is 'mu/w'",
         ".*": r"'count' float32\[\]: rule '.\*': .* is of 2 dimensions, and the array has 0; give",
-        "mu/w": r"shards dimension 0 unlike its parameter, each of whose shards has padding",
+        "mu/w": r"sharded along dimension 0 by rule .* unlike its parameter, each of whose shards",
     }.items():
         with pytest.raises(LayoutError, match=text):
             layout.like(moments, LayoutMap({rules: ("dp", None)}))

@@ -43,7 +43,7 @@ def test_values(value, layout):
     [
         (None, TypeError, "use REPLICATED to replicate it"),
         (3, TypeError, "must be a PartitionSpec, a tuple or list of mesh axes, names of dim"),
-        ((1,), TypeError, "a dimension must be None, a mesh axis, a tuple of them or Padded"),
+        ((1,), TypeError, "a tuple of them, Padded(...) or Interleaved(...), got 1"),
         ((("tp", 1),), TypeError, "got ('tp', 1) of type tuple"),
         (("tp", "tp"), ValueError, "shards over the mesh axis 'tp' twice; an axis can shard one"),
         ((("tp", "dp"), "tp"), ValueError, "over the mesh axis 'tp' twice"),
@@ -70,7 +70,11 @@ def test_values_that_are_none(value, error, text):
 @pytest.mark.parametrize(
     ("keywords", "error", "text"),
     [
-        ({"axes": ["embed"]}, TypeError, "axes must map names of dimensions to mesh axes"),
+        (
+            {"axes": ["embed"]},
+            TypeError,
+            "axes must be a mapping of names of dimensions to mesh axes, as in {",
+        ),
         ({"axes": {"a b": "tp"}}, ValueError, "axes names a dimension 'a b'; it must be one word"),
         ({"axes": {"embed": 3}}, TypeError, "axes['embed']: a dimension must be None, a mesh axis"),
         ({"batch": 3}, TypeError, "the value of rule 'batch' must be a PartitionSpec"),

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import jaxpar  # noqa: E402
-from jaxpar.layout import LayoutMap, Padded  # noqa: E402
+from jaxpar.layout import Interleaved, LayoutMap, Padded  # noqa: E402
 from jaxpar.tools.cli.workers import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT, FOLDER = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
@@ -165,6 +165,7 @@ def equal() -> None:
     back = other.restore(FOLDER / "checkpoint")
     np.testing.assert_array_equal(other.gather(back)["w"], w)
     keeps_all_bits(mesh)
+    moves_stages(mesh)
     gives_its_part()
     reads_its_shards_alone(mesh)
     print("equal", flush=True)
@@ -181,6 +182,25 @@ def keeps_all_bits(mesh) -> None:
     local = {"f8": jnp.ones(5, jnp.float8_e5m2), "keys": tree["keys"]}
     with pytest.raises(ValueError, match=r"outside of the mesh; save what `Layout\.place` gives"):
         layout.save(FOLDER / "local", local)
+
+
+def moves_stages(mesh) -> None:
+    """Layers of a pipeline come to their devices, and back."""
+    w = np.arange(8 * COUNT, dtype=np.int8).reshape(4 * COUNT, 2)
+    layout, other = (
+        LayoutMap({"w": (entry,)}).layout({"w": w}, mesh, strict=False)
+        for entry in (Interleaved("tp", 2), Interleaved("dp", 2))
+    )
+    jaxpar.agree(layout=layout)
+    placed = layout.place({"w": w})
+    order = np.arange(4 * COUNT).reshape(2, COUNT, 2).swapaxes(0, 1).ravel()
+    for shard in placed["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, w[order][shard.index])
+    np.testing.assert_array_equal(layout.gather(placed)["w"], w)
+    again = layout.place(layout.unpad(placed))  # arrays of which each process has a part
+    np.testing.assert_array_equal(layout.gather(again)["w"], w)
+    layout.save(FOLDER / "stages", placed)
+    np.testing.assert_array_equal(other.gather(other.restore(FOLDER / "stages"))["w"], w)
 
 
 def gives_its_part() -> None:

@@ -78,13 +78,6 @@ def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
         )
 
 
-def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
-    if preferred is not None:
-        check_holds("preferred_element_type", preferred, given, "products")
-    check_wire(wire, sum_dtype(given) if preferred is None else preferred)
-    return result_dtype(given) if preferred is None else preferred
-
-
 def loses_parts(added: Any, dtype: Any) -> bool:
     """Returns whether sums lose fractions or imaginary parts, or bools are added."""
     is_less = _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(added))

@@ -172,6 +172,8 @@ class Ring(Axis):
         """Returns rings that share no link, if each axis is closed."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) > 1:
+            from jaxpar.mesh.cycles import walks_over  # only tori need it
+
             walks = walks_over(sizes)
         else:
             walks = tuple(walk for name in sizes for walk in traced_links().walks.get(name, ()))
@@ -327,20 +329,3 @@ def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.
 def check_mode(mode: Any, argument: str = "mode") -> None:
     if not isinstance(mode, str) or mode not in MODES:
         raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")
-
-
-def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
-    if min(sizes.values()) == 2 < max(sizes.values()):
-        raise value_error(
-            f"mode='multi-ring' over axes of sizes {sizes}: each must be 3 or more, as two "
-            "devices have one link, or each be 2, a cube; leave out the axes of 2, or take "
-            "mode='bidirectional'"
-        )
-    if len(sizes) > 4 and set(sizes.values()) == {2}:
-        raise value_error(
-            f"mode='multi-ring' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
-            "out, or take mode='bidirectional'"
-        )
-    from jaxpar.mesh.cycles import disjoint_walks  # only tori need it
-
-    return disjoint_walks(tuple(sizes.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,13 +11,15 @@ import numpy as np
 from jax import Array
 
 AnyArray = Array | np.ndarray
+Entries = range | np.ndarray  # places in a dimension
 
 
 @dataclass(frozen=True)
 class PaddedDim:
     """A dimension in blocks of one size, whose last entries may be padding.
 
-    The first `full` blocks have none, the next have `rest` entries each.
+    The first `full` blocks have none, the next have `rest` entries each. Entries may be in the
+    order of a pipeline's devices: those of device 0 come first, then those of device 1.
     """
 
     size: int  # without padding
@@ -24,11 +27,14 @@ class PaddedDim:
     parts: int
     full: int
     rest: int
+    order: tuple[int, int] = (1, 1)  # the pipeline's devices and virtual stages
 
     @classmethod
-    def at_the_end(cls, size: int, parts: int, block: int) -> PaddedDim:
+    def at_the_end(
+        cls, size: int, parts: int, block: int, order: tuple[int, int] = (1, 1)
+    ) -> PaddedDim:
         full = size // block if block else parts
-        return cls(size, block, parts, full, size - full * block)
+        return cls(size, block, parts, full, size - full * block, (1, 1) if 1 in order else order)
 
     @classmethod
     def evenly(cls, size: int, parts: int) -> PaddedDim:
@@ -41,6 +47,10 @@ class PaddedDim:
         return self.block * self.parts
 
     @property
+    def is_plain(self) -> bool:
+        return self.size == self.padded and self.order == (1, 1)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         left = self.size - self.full * self.block
         found = [self.block] * self.full
@@ -50,47 +60,48 @@ class PaddedDim:
         return tuple(found)
 
     def pad(self, array: AnyArray, dim: int) -> AnyArray:
-        if self.size == self.padded:
-            return array
-        xp = np if isinstance(array, np.ndarray) else jnp
-        shape, later = array.shape, self.parts - self.full
-        start = self.full * self.block
-        tail = _part(array, dim, start, self.size)
-        if later and self.size - start == later * self.rest:  # later blocks are alike
-            rows = (*shape[:dim], later, self.rest, *shape[dim + 1 :])
-            tail = _zeros_behind(xp, tail.reshape(rows), dim + 1, self.block)
-            tail = tail.reshape(*shape[:dim], later * self.block, *shape[dim + 1 :])
-        else:
-            tail = _zeros_behind(xp, tail, dim, later * self.block)
-        return xp.concatenate([_part(array, dim, 0, start), tail], axis=dim)
+        devices, stages = self.order
+        return self._resized(_exchanged(array, dim, (stages, devices)), dim, padded=True)
 
     def unpad(self, array: AnyArray, dim: int) -> AnyArray:
+        return _exchanged(self._resized(array, dim, padded=False), dim, self.order)
+
+    def within(self, block: slice) -> tuple[Entries, int]:
+        """Returns which entries lie in a block, and the size of the padding after them."""
+        start, stop, _ = block.indices(self.padded)
+        if self.is_plain:
+            return range(start, stop), 0
+        found = np.asarray(self.pad(np.arange(1, self.size + 1), 0))[start:stop]
+        found = found[found > 0] - 1
+        in_a_row = len(found) > 0 and (np.diff(found) == 1).all()
+        entries = range(found[0], found[-1] + 1) if in_a_row else found
+        return entries, stop - start - len(found)
+
+    def _resized(self, array: AnyArray, dim: int, *, padded: bool) -> AnyArray:
         if self.size == self.padded:
             return array
         xp = np if isinstance(array, np.ndarray) else jnp
-        shape, later = array.shape, self.parts - self.full
-        start = self.full * self.block
-        tail = _part(array, dim, start, self.padded)
-        if later and self.size - start == later * self.rest:
-            rows = tail.reshape(*shape[:dim], later, self.block, *shape[dim + 1 :])
-            tail = _part(rows, dim + 1, 0, self.rest)
-            tail = tail.reshape(*shape[:dim], later * self.rest, *shape[dim + 1 :])
-        else:
-            tail = _part(tail, dim, 0, self.size - start)
+        start, count = self.full * self.block, self.parts - self.full
+        few, many = self.rest, self.block
+        if self.size - start != count * few:  # the later blocks are not alike
+            count, few, many = 1, self.size - start, count * many
+        old, new = (few, many) if padded else (many, few)
+        before, after = array.shape[:dim], array.shape[dim + 1 :]
+        tail = _part(array, dim, start, start + count * old)
+        tail = _part(tail.reshape(*before, count, old, *after), dim + 1, 0, new)
+        widths = [(0, max(new - old, 0) if d == dim + 1 else 0) for d in range(tail.ndim)]
+        tail = xp.pad(tail, widths).reshape(*before, count * new, *after)
         return xp.concatenate([_part(array, dim, 0, start), tail], axis=dim)
-
-    def places(self) -> np.ndarray:
-        """Returns each entry's padded index, `[size]`."""
-        starts = np.arange(self.parts) * self.block
-        return np.concatenate(
-            [start + np.arange(size) for start, size in zip(starts, self.sizes, strict=True)]
-        )
 
 
 def _part(array: Any, dim: int, start: int, end: int) -> Any:
     return array[(slice(None),) * dim + (slice(start, end),)]
 
 
-def _zeros_behind(xp: Any, array: Any, dim: int, size: int) -> Any:
-    missing = size - array.shape[dim]
-    return xp.pad(array, [(0, missing if d == dim else 0) for d in range(array.ndim)])
+def _exchanged(array: AnyArray, dim: int, counts: tuple[int, int]) -> AnyArray:
+    """Exchanges the two major parts of a dimension, of these sizes."""
+    if counts == (1, 1):
+        return array
+    before, size, after = array.shape[:dim], array.shape[dim], array.shape[dim + 1 :]
+    apart = array.reshape(*before, *counts, size // prod(counts), *after)
+    return apart.swapaxes(dim, dim + 1).reshape(array.shape)

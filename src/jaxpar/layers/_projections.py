@@ -13,7 +13,6 @@ from jaxtyping import Num
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.checks_of_layers import check_sequence_dim
-from jaxpar.arguments.dtypes import dtype_of_products
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
@@ -22,7 +21,7 @@ from jaxpar.choose.row_chunks import choose_row_chunks
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
-from jaxpar.matmul._product import Product, multiply
+from jaxpar.matmul._product import Product, dtype_of_products, multiply
 from jaxpar.ring.parts import even_cuts
 from jaxpar.ring.seconds import Flow
 

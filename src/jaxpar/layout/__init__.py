@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         tensor_parallel,
     )
     from jaxpar.layout._rule import REPLICATED
-    from jaxpar.layout._split import Padded, Replicate, Split
+    from jaxpar.layout._split import Interleaved, Padded, Replicate, Split
     from jaxpar.layout._table import Table
     from jaxpar.tools.layouts.infer import infer_layout
     from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
@@ -27,6 +27,7 @@ __all__ = [
     "REPLICATED",
     "ArrayLayout",
     "Cost",
+    "Interleaved",
     "Layout",
     "LayoutCosts",
     "LayoutError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.arguments.calls import readable
-from jaxpar.axis.padding import AnyArray, PaddedDim
+from jaxpar.axis.padding import AnyArray, Entries, PaddedDim
+from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
@@ -70,6 +71,11 @@ class ArrayLayout:
         pairs = zip(self.spec, self.blocks, strict=False)
         return PartitionSpec(*(None if b.size != b.padded else entry for entry, b in pairs))
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Returns whether nothing is padded or interleaved."""
+        return all(blocks.is_plain for blocks in self.blocks)
+
     @property
     def sharding(self) -> NamedSharding:
         """Returns the sharding of the padded array."""
@@ -121,7 +127,7 @@ class ArrayLayout:
         sharded = [dim for dim, axes in enumerate(self.axes) if axes]
         order = [names.index(name) for dim in sharded for name in self.axes[dim]]
         order += [names.index(name) for name in self.gradient_axes]
-        first = self._cut(sharded[0]) if sharded else 1
+        first = size_of(self.mesh, self.axes[sharded[0]]) if sharded else 1
         cells = grid.transpose(order).reshape(first, self.shards // first, self.copies)
         lines = [f"{self.path}: blocks {list(self.local_shape)} of {list(self.padded_shape)}"]
         if sharded:
@@ -134,19 +140,19 @@ class ArrayLayout:
             [*lines, *("  ".join(t.ljust(width) for t in row).rstrip() for row in texts)]
         )
 
-    def _cut(self, dim: int) -> int:
-        return size_of(self.mesh, self.axes[dim])
+    def problem(self, text: str, remedy: str) -> LayoutProblem:
+        return LayoutProblem(self.path, self.rule, f"{self.path!r} {text}", remedy)
 
     def pad(self, array: AnyArray) -> AnyArray:
-        """Pads with zeros to `padded_shape`; `jax.random` keys with keys of zero bits."""
+        """Pads with zeros to `padded_shape`, and interleaves layers. Keys get zero bits."""
         return self._changed(PaddedDim.pad, array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
-        """Removes the padding."""
+        """Removes padding, and puts layers in the model's order."""
         return self._changed(PaddedDim.unpad, array, self.logical_spec)
 
     def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
-        if self.padded_shape == self.shape:
+        if self.is_plain:
             return array
         if isinstance(array, np.ndarray):
             return self._along_all(change, array)
@@ -170,12 +176,26 @@ class ArrayLayout:
             array = change(blocks, array, dim)
         return array
 
+    def block(self, index: Any, read: Callable[[list[Entries]], np.ndarray]) -> np.ndarray:
+        # With padding. `read` gets each dimension's entries.
+        found = [dim.within(one) for one, dim in zip(index, self.blocks, strict=True)]
+        part, padding = read([entries for entries, _ in found]), [(0, after) for _, after in found]
+        return np.pad(part, padding) if any(map(any, padding)) else part
+
     def words(self, dtype: Any = None) -> ArrayLayout:
         # Of `to_words`, which may have one dimension more.
         one = words_of(self.dtype if dtype is None else dtype)
         whole = tuple(PaddedDim.evenly(size, 1) for size in one.shape)
         shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
         return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
+
+
+def taken(array: np.ndarray, entries: Sequence[Entries]) -> np.ndarray:
+    """Returns the given entries of each dimension, without a copy where they are neighbours."""
+    for dim, own in enumerate(entries):
+        index = slice(own.start, own.stop) if isinstance(own, range) else own
+        array = array[(slice(None),) * dim + (index,)]
+    return array
 
 
 @lru_cache(maxsize=4096)  # many arrays share few specs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxpar.arguments.calls import called, type_error, value_error
-from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
+from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.layout._array_layout import ArrayLayout, taken
+from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import arrays_of, described
 from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
@@ -32,7 +34,7 @@ def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
 
 
 def place(layout: Layout, params: Any) -> Any:
-    return _each(layout, params, lambda a: a.shape, _put, dtypes=True)
+    return _each(layout, params, attrgetter("shape"), _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
@@ -51,41 +53,44 @@ def gather(layout: Layout, params: Any) -> Any:
         one = from_words(jnp.asarray(np.asarray(words)), x.dtype)
         return array.unpad(one if is_key(x.dtype) else np.asarray(one))
 
-    return _each(layout, params, lambda a: a.padded_shape, whole)
+    return _each(layout, params, attrgetter("padded_shape"), whole)
+
+
+def spread(layout: Layout, params: Any) -> Any:
+    """Shards layers in the model's order, as the compiler would exchange unsharded ones."""
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        return params
+    mesh = Mesh(np.asarray(layout.mesh.devices), layout.mesh.axis_names)  # whose axes are automatic
+
+    def shard(array: ArrayLayout, x: Any) -> Any:
+        in_order = all(blocks.order == (1, 1) for blocks in array.blocks)
+        sharding = NamedSharding(mesh, array.logical_spec)
+        return x if in_order else jax.lax.with_sharding_constraint(x, sharding)
+
+    return _each(layout, params, attrgetter("shape"), shard)
 
 
 def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
+    shape, other = ("shape", "padded_shape") if padded else ("padded_shape", "shape")
+    sharding = attrgetter("sharding" if padded else "logical_sharding")
     there: dict[str, Array] = {}
-
-    def shape_given(array: ArrayLayout) -> tuple[int, ...]:
-        return array.shape if padded else array.padded_shape
-
-    def sharding(array: ArrayLayout) -> NamedSharding:
-        return array.sharding if padded else array.logical_sharding
 
     def changed(array: ArrayLayout, x: Any) -> Any:
         return array.pad(x) if padded else array.unpad(x)
 
-    def note(array: ArrayLayout, x: Any) -> Any:
-        if array.padded_shape != array.shape and isinstance(x, Array) and not isinstance(x, Tracer):
+    def note(array: ArrayLayout, x: Any) -> None:
+        if not array.is_plain and isinstance(x, Array) and not isinstance(x, Tracer):
             there[array.path] = x
-        return x
 
-    _each(layout, params, shape_given, note, dtypes=dtypes)
+    def result(array: ArrayLayout, x: Any) -> Any:
+        return made[array.path] if array.path in made else changed(array, x)
+
+    _each(layout, params, attrgetter(shape), note, dtypes=dtypes)
     empty = {path: there.pop(path) for path in list(there) if not prod(layout[path].shape)}
     made = _moved(layout, there, changed, sharding) if there else {}
     for path, x in empty.items():
-        array = layout[path]
-        made[path] = zeros_of(
-            array.padded_shape if padded else array.shape, x.dtype, sharding(array)
-        )
-
-    def result(array: ArrayLayout, x: Any) -> Any:
-        if array.padded_shape == array.shape:
-            return x
-        return made[array.path] if array.path in made else changed(array, x)
-
-    return _each(layout, params, shape_given, result)
+        made[path] = zeros_of(getattr(layout[path], other), x.dtype, sharding(layout[path]))
+    return _each(layout, params, attrgetter(shape), result)
 
 
 def _moved(
@@ -100,19 +105,17 @@ def _moved(
     NaNs.
     """
     held = {path: layout[path].words(x.dtype) for path, x in arrays.items()}
-    dtypes = {path: x.dtype for path, x in arrays.items()}
 
     def move(words: dict[str, Array]) -> dict[str, Array]:
         return {path: changed(held[path], x) for path, x in words.items()}
 
     def back(words: dict[str, Array]) -> dict[str, Array]:
-        return {path: from_words(x, dtypes[path]) for path, x in words.items()}
+        return {path: from_words(x, arrays[path].dtype) for path, x in words.items()}
 
     words = jax.jit(lambda arrays: {path: to_words(x) for path, x in arrays.items()})(arrays)
     words = jax.jit(move, out_shardings={path: sharding(a) for path, a in held.items()})(words)
-    made: dict[str, Array] = jax.jit(
-        back, out_shardings={path: sharding(layout[path]) for path in arrays}
-    )(words)
+    shardings = {path: sharding(layout[path]) for path in arrays}
+    made: dict[str, Array] = jax.jit(back, out_shardings=shardings)(words)
     return made
 
 
@@ -150,8 +153,7 @@ def _each(
         problems += [found] if found else []
         if isinstance(x, jax.ShapeDtypeStruct):
             raise type_error(f"{path!r} is a shape, {x}; give an array")
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     leaves, tree = jax.tree.flatten(params)
     of_leaf = [None if found is None else layout[found[0]] for found in arrays]
     mapped = [
@@ -163,17 +165,15 @@ def _each(
 def _unlike(
     array: ArrayLayout, x: Any, wanted: tuple[int, ...], dtypes: bool
 ) -> LayoutProblem | None:
-    path, shape, dtype = described(array.path, x)
-    have = f"{path!r} is {shape_text(dtype, shape)}"
+    _, shape, dtype = described(array.path, x)
+    have = f"is {shape_text(dtype, shape)}"
     if shape != wanted:
         what = "with" if wanted == array.padded_shape != array.shape else "without"
         text = f"{have}, but has shape {wanted} here, {what} padding"
-        return LayoutProblem(
-            path, array.rule, text, "give such an array, or make the layout of this one"
-        )
+        return array.problem(text, "give such an array, or make the layout of this one")
     if dtypes and dtype != array.dtype and not _takes(array, x):
         text = f"{have}, and {shape_text(array.dtype, wanted)} in the layout"
-        return LayoutProblem(path, array.rule, text, "cast it, or make the layout of such arrays")
+        return array.problem(text, "cast it, or make the layout of such arrays")
     return None
 
 
@@ -189,20 +189,21 @@ def _put(array: ArrayLayout, x: Any) -> Array:
     if not prod(array.shape):
         return zeros_of(array.padded_shape, array.dtype, array.sharding)
     if isinstance(x, Array) and not x.is_fully_addressable:
-        return of_words(array, jax.jit(array.words().pad)(to_words(x)))
-    if isinstance(x, Array) and array.padded_shape == array.shape and jax.process_count() == 1:
+        words = jax.jit(array.words().pad)(to_words(x))
+        return of_words(words, array.dtype, array.sharding)
+    if isinstance(x, Array) and array.is_plain and jax.process_count() == 1:
         return jax.device_put(x, array.sharding)
     if is_key(array.dtype):
-        return of_words(array, _put(array.words(), np.asarray(to_words(x))))
-    whole = array.pad(on_host(array, x))
-    return jax.make_array_from_callback(whole.shape, array.sharding, lambda index: whole[index])
+        words = _put(array.words(), np.asarray(to_words(x)))
+        return of_words(words, array.dtype, array.sharding)
+    held = on_host(array, x)
+    return jax.make_array_from_callback(
+        array.padded_shape, array.sharding, lambda index: array.block(index, partial(taken, held))
+    )
 
 
-def of_words(array: ArrayLayout, words: Array) -> Array:
-    padded = words.shape[: len(array.shape)] == array.padded_shape
-    sharding = array.sharding if padded else array.logical_sharding
-    make = jax.jit(lambda words: from_words(words, array.dtype), out_shardings=sharding)
-    placed: Array = make(words)
+def of_words(words: Array, dtype: Any, sharding: NamedSharding) -> Array:
+    placed: Array = jax.jit(lambda words: from_words(words, dtype), out_shardings=sharding)(words)
     return placed
 
 

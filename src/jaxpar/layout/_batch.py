@@ -11,9 +11,10 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.arguments.calls import called, naming, type_error, value_error
+from jaxpar.arguments.calls import naming, type_error, value_error
+from jaxpar.layout._array_layout import axes_by_dim
 from jaxpar.layout._fit import Placed, Shaped
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem
+from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of
 from jaxpar.layout._rule import Rule
@@ -30,15 +31,13 @@ def place_batch(layout: Layout, batch: Any) -> Any:
         if leaf is None:
             raise type_error("batch has a leaf that is no array; remove it, or make it an array")
         placed.append(_place(layout, leaf[0], np.asarray(leaf[1]), problems))
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     return jax.tree.unflatten(tree, placed)
 
 
 def batch_part(layout: Layout) -> tuple[int, int]:
     sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
-    first = next(iter(sharding.spec), None)
-    size = size_of(sharding.mesh, _names(first))
+    size = size_of(sharding.mesh, axes_by_dim(sharding.spec, 1)[0])
     own = sharding.devices_indices_map((size,))
     mine = sorted(
         {
@@ -123,18 +122,13 @@ def _rule(layout: Layout) -> Rule:
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
     """Counts each dimension's parts, one for a process."""
-    shape = tuple(size_of(sharding.mesh, _names(entry)) for entry in sharding.spec)
-    shape += (1,) * (rank - len(shape))
+    shape = tuple(size_of(sharding.mesh, axes) for axes in axes_by_dim(sharding.spec, rank))
     own = sharding.devices_indices_map(shape)
     mine = [index for device, index in own.items() if device.process_index == jax.process_index()]
     return tuple(
         size // len({along.indices(size)[0] for along in indices})
         for size, indices in zip(shape, zip(*mine, strict=True), strict=True)
     )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _rows_of(batch: Any) -> int:

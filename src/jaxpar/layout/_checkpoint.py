@@ -21,7 +21,7 @@ from jaxpar.arguments.calls import called, value_error
 from jaxpar.arguments.extras import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
+from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._rule import REPLICATED, Nearest
 from jaxpar.layout._words import is_key, to_words
@@ -93,9 +93,7 @@ def _check_saved(layout: Layout, params: Any) -> None:
         layout.get(path) and _unsaved(layout[path], x)
         for path, x in filter(None, arrays_of(params)[0])
     ]
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse([problem for problem in found if problem])
 
 
 def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
@@ -110,19 +108,11 @@ def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
         )
     elif x.is_deleted():
         text, remedy = "has been donated or deleted", "save the array that took its place"
-    elif not _is_unicode(array.path):
+    elif any("\ud800" <= letter <= "\udfff" for letter in array.path):
         text, remedy = "has a name that is no Unicode text", "rename it"
     else:
         return None
-    return LayoutProblem(array.path, array.rule, f"{array.path!r} {text}", remedy)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return array.problem(text, remedy)
 
 
 def _in_words(array: ArrayLayout) -> bool:
@@ -154,7 +144,7 @@ def _written(array: ArrayLayout, x: Any) -> Array:
 def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
     if not prod(array.shape):
         return zeros_of(array.shape, array.dtype, array.logical_sharding)
-    return of_words(array, x) if noted else x
+    return of_words(x, array.dtype, array.logical_sharding) if noted else x
 
 
 def _absolute(folder: str | Path) -> Any:
@@ -198,8 +188,7 @@ def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:
         for path in there
         if path not in layout
     ]
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
 
 
 def _orbax() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._rule import Axes, Entry, Nearest, Rule, axes_of, nearest, shown
-from jaxpar.layout._split import Padded, Replicate, Split
+from jaxpar.layout._split import Replicate, Split
 
 if TYPE_CHECKING:
     from jaxpar.layout._map import LayoutMap
@@ -160,14 +160,7 @@ class Placed:
                 f"{rule.layout} is of {len(rule.entries)} dimensions, and the array has {rank}",
                 f"give at most {rank}, or have another rule match this array",
             )
-        for name in rule.mesh_axes:
-            if name not in self.mesh.shape:
-                return self.problem(
-                    f"the mesh has no axis {name!r}, but {_text(self.mesh)}",
-                    "name one of those, or None for an unsharded dimension"
-                    + nearest(name, map(str, self.mesh.axis_names)),
-                )
-        return None
+        return next((self.problem(*unknown) for unknown in _unknown(rule, self.mesh)), None)
 
     def _entries(self) -> tuple[Entry, ...]:
         split = self.rule.action
@@ -180,13 +173,13 @@ class Placed:
         count = size_of(self.mesh, names)
         if isinstance(self.rule.action, Split):
             return PaddedDim.evenly(size, count)
-        if isinstance(entry, Padded):
+        if not isinstance(entry, tuple):
             try:
                 with naming(""):
                     return entry.blocks(size, count)
             except ValueError as reason:
-                text = str(reason).removeprefix(": ")
-                return self.problem(f"dimension {dim}: {text}", "give such a size, or none")
+                text, _, remedy = str(reason).removeprefix(": ").rpartition("; ")
+                return self.problem(f"dimension {dim}: {text}", remedy)
         if size % count:
             return self._undivided(dim, names)
         return PaddedDim.at_the_end(size, count, size // count)
@@ -195,21 +188,21 @@ class Placed:
         shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
         axes = [axes_of(entry) for entry in self.rule.entries]
         axes += [()] * (len(shape) - len(axes))
-        whole = [() if d == dim else some for d, some in enumerate(axes)]
 
-        def held(axes: Sequence[Axes], padded: int = size) -> str:
-            cut = prod(size_of(self.mesh, some) for some in axes)
+        def held(changes: dict[int, Axes], padded: int = size) -> str:
+            changed = {**dict(enumerate(axes)), **changes}
+            cut = prod(size_of(self.mesh, some) for some in changed.values())
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
         over = repr(shown(names))
         padded = -(-size // count) * count
         used = {name for some in axes for name in some}
         elsewhere = [
-            (f"shard dimension {d} of {n}", [names if e == d else a for e, a in enumerate(whole)])
+            (f"shard dimension {d} of {n}", {dim: (), d: names})
             for d, n in enumerate(shape)
             if d != dim and not axes[d] and n and not n % count
         ] + [
-            (f"shard it over {name!r}", [(name,) if d == dim else a for d, a in enumerate(whole)])
+            (f"shard it over {name!r}", {dim: (name,)})
             for name, parts in self.mesh.shape.items()
             if name not in used and parts > 1 and not size % parts
         ]
@@ -218,8 +211,8 @@ class Placed:
         return self.problem(
             f"{over} ({count}) does not divide dimension {dim}{named}: {size} = "
             f"{size // count} x {count} + {size % count}",
-            f"pad it to {padded}, Padded({over}), {held(axes, padded)}; replicate it, None, "
-            f"{held(whole)}; or {other or 'use another axis, of which none fits here'}",
+            f"pad it to {padded}, Padded({over}), {held({}, padded)}; replicate it, None, "
+            f"{held({dim: ()})}; or {other or 'use another axis, of which none fits here'}",
         )
 
 
@@ -247,22 +240,18 @@ def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
 
 
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[LayoutProblem]:
-    problems: list[LayoutProblem] = []
     near = Nearest(paths, "the nearest path is {}")
     own = used.intersection(paths)
-    for key in rules:
-        if key in used or any(map(rules.pattern(key).fullmatch, own)):
-            continue
-        why = near.hint(key)
-        problems.append(
-            LayoutProblem(
-                None,
-                key,
-                f"rule {key!r} matches no array{why}",
-                "it must match a full path, and `.*` matches anything; correct it or remove it",
-            )
+    return [
+        LayoutProblem(
+            None,
+            key,
+            f"rule {key!r} matches no array{near.hint(key)}",
+            "it must match a full path, and `.*` matches anything; correct it or remove it",
         )
-    return problems
+        for key in rules
+        if key not in used and not any(map(rules.pattern(key).fullmatch, own))
+    ]
 
 
 def _unused_axes(
@@ -270,8 +259,7 @@ def _unused_axes(
 ) -> list[LayoutProblem]:
     used = {name for array in found for names in array.axes for name in names}
     others = [rules.rule(problem.rule) for problem in problems if problem.rule is not None]
-    others += [rules.batch] if rules.batch else []
-    others += list(rules.results.rules()) if rules.results else []
+    others += _of_data(rules).values()
     used |= {name for rule in others for name in rule.mesh_axes}
     return [
         LayoutProblem(
@@ -286,21 +274,29 @@ def _unused_axes(
 
 
 def _unknown_axes(rules: LayoutMap, mesh: AnyMesh) -> list[LayoutProblem]:
-    others = {} if rules.batch is None else {"batch": rules.batch}
-    if rules.results is not None:
-        others |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
     return [
-        LayoutProblem(
-            None,
-            None,
-            f"{where}: the mesh has no axis {name!r}, but {_text(mesh)}",
-            "name one of those, or None for an unsharded dimension"
-            + nearest(name, map(str, mesh.axis_names)),
-        )
-        for where, rule in others.items()
-        for name in rule.mesh_axes
-        if name not in mesh.shape
+        LayoutProblem(None, None, f"{where}: {text}", remedy)
+        for where, rule in _of_data(rules).items()
+        for text, remedy in _unknown(rule, mesh)
     ]
+
+
+def _unknown(rule: Rule, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+    """Yields a text and a remedy for each axis that the mesh lacks."""
+    for name in rule.mesh_axes:
+        if name not in mesh.shape:
+            near = nearest(name, map(str, mesh.axis_names))
+            yield (
+                f"the mesh has no axis {name!r}, but {_text(mesh)}",
+                f"name one of those, or None for an unsharded dimension{near}",
+            )
+
+
+def _of_data(rules: LayoutMap) -> dict[str, Rule]:
+    found = {} if rules.batch is None else {"batch": rules.batch}
+    if rules.results is not None:
+        found |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
+    return found
 
 
 def _text(mesh: AnyMesh) -> str:

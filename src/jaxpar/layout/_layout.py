@@ -14,18 +14,18 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxpar.arguments.calls import called, of_user, public, readable, type_error, value_error
+from jaxpar.arguments.calls import of_user, public, readable, type_error, value_error
 from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Flag, Integer, PathLike
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._arrays import gather, pad, place, unpad, zeros_of
+from jaxpar.layout._arrays import gather, pad, place, spread, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit
-from jaxpar.layout._layout_error import LayoutError
+from jaxpar.layout._layout_error import refuse
 from jaxpar.layout._like import like
 from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, described, part_of
@@ -201,13 +201,13 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def pad(self, params: Any) -> Any:
-        """Pads arrays with zeros to the layout's shapes, also inside `jax.jit`.
+        """Pads arrays with zeros, and interleaves layers, also inside `jax.jit`.
 
         Args:
-          params: arrays without padding, of any dtype.
+          params: arrays without padding and in the model's order, of any dtype.
 
         Returns:
-          Padded arrays. Outside `jax.jit`, JAX arrays that get zeros have the layout's shardings.
+          Padded arrays. Outside `jax.jit`, JAX arrays that change have the layout's shardings.
 
         Raises:
           LayoutError: arrays of other paths or shapes.
@@ -216,15 +216,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def unpad(self, params: Any) -> Any:
-        """Removes the zeros of `pad`. Dimensions that had padding are not sharded."""
+        """Undoes `pad`. Dimensions that had padding are not sharded."""
         return unpad(self, params)
 
     @public
     def place(self, params: Any) -> Any:
-        """Pads arrays and puts them on the devices.
+        """Pads and interleaves arrays, and puts them on the devices.
 
         Args:
-          params: arrays without padding. Every process passes all arrays in full, and uploads its
+          params: arrays as for `pad`. Every process passes all arrays in full, and uploads its
             devices' blocks. 64-bit numbers become 32-bit unless `jax_enable_x64` is set.
 
         Returns:
@@ -240,7 +240,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def gather(self, params: Any) -> Any:
-        """Returns NumPy arrays without padding: the inverse of `place`.
+        """Returns NumPy arrays as they were before `place`.
 
         `jax.random` keys become JAX arrays on one device. All processes must call it.
         """
@@ -252,7 +252,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Calls a function that makes parameters; devices make their own shards.
 
         Args:
-          function: returns arrays without padding, structured like the parameters.
+          function: returns arrays as for `pad`, structured like the parameters.
 
         Returns:
           As `place`. No device or host holds a full sharded array, except along padded dimensions.
@@ -270,7 +270,8 @@ class Layout(Mapping[str, ArrayLayout]):
         full = {path: array.sharding for path, array in self.items() if prod(array.shape)}
 
         def padded(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            found, _ = arrays_of(pad(self, make(*args, **kwargs), dtypes=True))
+            made = spread(self, make(*args, **kwargs))
+            found, _ = arrays_of(pad(self, made, dtypes=True))
             return {path: x for path, x in filter(None, found) if path in full}
 
         empty = {
@@ -299,13 +300,12 @@ class Layout(Mapping[str, ArrayLayout]):
             )
         shaped = Shaped(path, tuple(jnp.shape(x)), jnp.result_type(x))
         (array,), problems = fit(self._rules.results, [shaped], self._mesh, strict=True)
-        problems = [problem for problem in problems if problem.path is not None]
-        if problems:
-            raise LayoutError(called(), problems)
-        if array.padded_shape != array.shape:
+        refuse([problem for problem in problems if problem.path is not None])
+        if not array.is_plain:
+            same = array.padded_shape == array.shape
+            changed = "interleaved" if same else f"padded to {array.padded_shape}"
             raise value_error(
-                f"{shaped} would be padded to {array.padded_shape}; results are not: name axes "
-                "that divide it"
+                f"{shaped} would be {changed}; results are not: name axes that divide it"
             )
         # The mesh in context may have other devices: the target of a compilation.
         context = jax.sharding.get_abstract_mesh()
@@ -420,7 +420,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
     @public
     def save(self, folder: PathLike, params: Any) -> None:
-        """Writes an Orbax checkpoint that any mesh can read, without padding.
+        """Writes an Orbax checkpoint that any mesh can read: unpadded, in the model's order.
 
         `restore` returns the same bits, also of `jax.random` keys and empty arrays. The folder
         appears only when all is written. The next `save` removes the remains of an interrupted one.
@@ -434,7 +434,7 @@ class Layout(Mapping[str, ArrayLayout]):
           LayoutError: arrays of other paths, shapes or dtypes, or outside of the mesh.
           ValueError: the folder exists.
 
-        Cost: a copy of padded arrays, unsharded along padded dimensions.
+        Cost: a copy of padded and interleaved arrays, unsharded along padded dimensions.
 
         Example:
           >>> layout = LayoutMap({"w": ("tp",)}).layout({"w": jnp.ones(8)}, make_mesh("tp=8"))
@@ -614,8 +614,7 @@ def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layo
     leaves, tree = arrays_of(params)
     shaped = [Shaped(*described(*found)) for found in leaves if found is not None]
     found, problems = fit(rules, shaped, mesh, strict=strict)
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     fitted = iter(found)
     arrays = [None if leaf is None else next(fitted) for leaf in leaves]
     return Layout(rules, mesh, arrays, tree, jax.tree.leaves(params))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.arguments.calls import readable
+from jaxpar.arguments.calls import called, readable
 
 SHOWN = 40  # kinds of problems in an error's text
 
@@ -67,6 +67,11 @@ class LayoutError(ValueError):
             lines.append(f"  ... and {len(alike) - SHOWN} kinds more, in `problems` of this error")
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         super().__init__(f"{where}: {count}:\n" + "\n".join(lines))
+
+
+def refuse(problems: Sequence[LayoutProblem]) -> None:
+    if problems:
+        raise LayoutError(called(), problems)
 
 
 def shape_text(dtype: object, shape: Sequence[int]) -> str:

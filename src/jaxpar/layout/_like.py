@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.arguments.calls import called
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem
+from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._paths import arrays_of, described, key_of
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
                 problems.append(padded)
             else:
                 found[array.path] = padded
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
     given = jax.tree.leaves(tree)
     return type(layout)(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
@@ -72,29 +70,29 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | L
     if own is None:
         return array
     if array.padded_shape != own.padded_shape:
-        return LayoutProblem(
-            array.path,
-            array.rule,
-            f"{array.path!r}: rule {array.rule!r} pads it to {array.padded_shape}, but its "
-            f"parameter is padded to {own.padded_shape}: an update could not add them",
+        return array.problem(
+            f"is padded to {array.padded_shape} by rule {array.rule!r}, but its parameter to "
+            f"{own.padded_shape}: an update could not add them",
             "shard a dimension that the axes divide, or pad the parameter likewise in its own rule",
         )
-    if own.padded_shape == own.shape:
-        return array
     blocks = list(array.blocks)
     for dim, (mine, its) in enumerate(zip(array.blocks, own.blocks, strict=True)):
-        if its.size == its.padded:
+        if mine.order not in ((1, 1), its.order):
+            return array.problem(
+                f"is interleaved along dimension {dim} by rule {array.rule!r}, and its parameter "
+                "is not, or otherwise: an update would add other layers",
+                f"write the axes alone, {array.axes[dim]}, as its order is the parameter's",
+            )
+        if its.is_plain:
             continue
         if array.axes[dim] == own.axes[dim]:
             blocks[dim] = its
-        elif its == PaddedDim.at_the_end(its.size, its.parts, its.block):
-            blocks[dim] = PaddedDim.at_the_end(its.size, mine.parts, mine.block)
+        elif its == PaddedDim.at_the_end(its.size, its.parts, its.block, its.order):
+            blocks[dim] = PaddedDim.at_the_end(its.size, mine.parts, mine.block, its.order)
         else:
-            return LayoutProblem(
-                array.path,
-                array.rule,
-                f"{array.path!r}: rule {array.rule!r} shards dimension {dim} unlike its "
-                "parameter, each of whose shards has padding",
+            return array.problem(
+                f"is sharded along dimension {dim} by rule {array.rule!r} unlike its parameter, "
+                "each of whose shards has padding",
                 f"shard it over {own.axes[dim]}, too, or pad the parameter at its end by Padded",
             )
     return replace(array, shape=own.shape, blocks=tuple(blocks))
@@ -139,12 +137,16 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
 
 def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
     first, *others = candidates
-    if any((one.shape, one.padded_shape) != (first.shape, first.padded_shape) for one in others):
+
+    def held(one: ArrayLayout) -> list[Any]:
+        return [(blocks.size, blocks.padded, blocks.order) for blocks in one.blocks]
+
+    if any(held(one) != held(first) for one in others):
         return None
     spec, blocks = list(first.spec), list(first.blocks)
     for dim, own in enumerate(first.blocks):
         if any((one.spec[dim], one.blocks[dim]) != (spec[dim], own) for one in others):
-            spec[dim], blocks[dim] = None, PaddedDim.at_the_end(own.size, 1, own.padded)
+            spec[dim], blocks[dim] = None, PaddedDim.at_the_end(own.size, 1, own.padded, own.order)
     return replace(first, spec=PartitionSpec(*spec), blocks=tuple(blocks))
 
 
@@ -154,12 +156,8 @@ def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
 
 def _problem(layout: Layout, array: Shaped) -> LayoutProblem:
     parameter = _parameter(layout, array.path)
-    why = (
-        f"{array} is like no parameter: its path ends in none"
-        if parameter is None
-        else f"{array} is like no parameter: {parameter.path!r} has shape {parameter.shape}"
-    )
+    other = parameter and f"{parameter.path!r} has shape {parameter.shape}"
     return array.problem(
-        why,
+        f"{array} is like no parameter: {other or 'its path ends in none'}",
         f"give a rule for it, rules=LayoutMap({{{key_of(array.path)!r}: REPLICATED}})",
     )

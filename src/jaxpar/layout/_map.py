@@ -9,7 +9,7 @@ from typing import Any
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.types import AnyMesh, RulesLike
 from jaxpar.layout._layout import Layout, layout_of
-from jaxpar.layout._rule import Rule, axes_table, rule_of, shown
+from jaxpar.layout._rule import Rule, as_mapping, axes_table, rule_of, shown
 
 # Such patterns cannot join an alternation: named groups, flags, conditions, numbered references.
 _ALONE = re.compile(r"\\[1-9]|\(\?(?!:)")
@@ -25,8 +25,8 @@ class LayoutMap(MutableMapping[str, Any]):
 
     A rule gives the mesh axes of each dimension:
 
-    - a `PartitionSpec`, tuple or list of mesh axes, tuples of them, None or `Padded(axis)`.
-      Dimensions after the last entry are not sharded;
+    - a `PartitionSpec`, tuple or list of mesh axes, tuples of them, None, `Padded(axis)` or
+      `Interleaved(axis, stages)`. Dimensions after the last entry are not sharded;
     - text such as `"layers embed heads"`: dimension names, which `axes` maps to mesh axes. Arrays
       of another rank are refused, and names that the arrays' sizes show to be swapped;
     - `REPLICATED`: a full copy on every device;
@@ -36,7 +36,7 @@ class LayoutMap(MutableMapping[str, Any]):
 
     Args:
       rules: a mapping from patterns to rules.
-      axes: a mapping from dimension names to a mesh axis, a tuple of them, `Padded(axis)` or None.
+      axes: a mapping from dimension names to such entries of rules.
       batch: the rule for data, whose first dimension is the batch.
       results: rules for intermediate results (`Layout.constrain`).
 
@@ -69,11 +69,10 @@ class LayoutMap(MutableMapping[str, Any]):
             self._matcher: _Matcher | None = None
             self._axes = axes_table(axes)
             self._batch = None if batch is None else rule_of(batch, "batch", self._axes)
-            for key, value in _items(rules, "rules"):
+            for key, value in as_mapping("rules", rules, "patterns to values").items():
                 self[key] = value
-            self._results: LayoutMap | None = None
-            if results is not None:
-                self._results = LayoutMap(dict(_items(results, "results")), axes=axes)
+            inner = as_mapping("results", results, "patterns to values")
+            self._results = None if results is None else LayoutMap(inner, axes=axes)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -177,9 +176,6 @@ class LayoutMap(MutableMapping[str, Any]):
     def rule(self, key: str) -> Rule:
         return self._rules[key]
 
-    def rules(self) -> Iterator[Rule]:
-        return iter(self._rules.values())
-
     def pattern(self, key: str) -> re.Pattern[str]:
         return self._patterns[key]
 
@@ -240,14 +236,3 @@ class _Alternation:
     def key(self, path: str) -> str | None:
         found = self.whole.fullmatch(path) if self.whole else None
         return self.key_of[found.lastindex or 0] if found else None
-
-
-def _items(rules: Any, argument: str) -> Iterator[tuple[Any, Any]]:
-    if rules is None:
-        return iter(())
-    if not isinstance(rules, Mapping):
-        raise type_error(
-            f"{argument} must be a mapping of patterns to values, got {rules!r} of type "
-            f"{type(rules).__name__}"
-        )
-    return iter(rules.items())

@@ -12,20 +12,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.arguments.calls import called, public
+from jaxpar.arguments.calls import public
 from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Integer
 from jaxpar.axis.axis import AxisLike
 from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem
+from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import arrays_of, key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
-from jaxpar.layout._split import Padded
+from jaxpar.layout._split import Interleaved
 from jaxpar.layout._tensor_dims import TensorDims
 
 Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
@@ -79,7 +79,8 @@ def fully_sharded(
       axis: axes of arrays and batch.
       within: a map to extend. Arrays that it shards over `axis` stay unchanged. A dimension that it
         shards is taken only if `axis` divides no other.
-      stacked: a pattern of paths whose first dimension counts layers; not sharded.
+      stacked: a pattern of paths whose first dimension counts layers; not sharded. Those that
+        `within` interleaves count as such, too.
       min_size: arrays with fewer entries are replicated.
 
     Raises:
@@ -97,7 +98,7 @@ def fully_sharded(
     check_mesh(mesh)
     names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
     arrays = shaped(params)
-    layers = Pattern("stacked", stacked, [array.path for array in arrays]).check()
+    layers = _layers(stacked, arrays, within)
     tables = {table.array.path for table in WeightGroups(arrays, {}, layers).tables}
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
@@ -113,7 +114,7 @@ def fully_sharded(
         fitting = [
             dim
             for dim in range(first, len(array.shape))
-            if not isinstance(taken[dim], Padded)
+            if isinstance(taken[dim], tuple)
             and not array.shape[dim] % (count * size_of(mesh, axes_of(taken[dim])))
         ]
         if array.path in tables and fitting and first not in fitting:
@@ -138,6 +139,18 @@ def fully_sharded(
         )
 
     return extended(params, mesh, within, dims, batch=names)
+
+
+def _layers(stacked: str, arrays: Sequence[Shaped], within: LayoutMap | None) -> set[str]:
+    """Returns the paths of arrays whose first dimension counts layers."""
+    paths = [array.path for array in arrays]
+    pattern = Pattern("stacked", stacked, paths).check()
+
+    def is_interleaved(path: str) -> bool:
+        rules = [within.rule(key) for key in within.matching(path)] if within else []
+        return any(isinstance(entry, Interleaved) for rule in rules for entry in rule.entries[:1])
+
+    return {path for path in paths if path in pattern or is_interleaved(path)}
 
 
 def _own_rule(
@@ -213,7 +226,7 @@ def tensor_parallel(
     found = TensorDims(
         arrays,
         given,
-        Pattern("stacked", stacked, paths).check(),
+        _layers(stacked, arrays, within),
         axes=names,
         count=size_of(mesh, names),
         head_size=None if head_size is None else check_whole("head_size", head_size, 1),
@@ -268,7 +281,7 @@ def expert_parallel(
     names, arrays = axes_in(mesh, axis), shaped(params)
     paths = [array.path for array in arrays]
     pattern = Pattern("experts", experts, paths)
-    layers = Pattern("stacked", stacked, paths).check()
+    layers = _layers(stacked, arrays, within)
     # All arrays of one layer must have the same number of experts.
     of_layer: dict[str, list[Shaped]] = defaultdict(list)
     for array in arrays:
@@ -339,13 +352,22 @@ def extended(
         if isinstance(added, LayoutProblem):
             problems.append(added)
             continue
+        fixed = [dim for dim in added if isinstance(taken[dim], Interleaved)]
+        if fixed:
+            problems.append(
+                array.problem(
+                    f"{array}: {added[fixed[0]]} would shard dimension {fixed[0]}, too, which "
+                    f"`within` has as {taken[fixed[0]]!r}: its layers would change places",
+                    "let `within` interleave the first dimension, which must count layers",
+                )
+            )
+            continue
         entries = [_with(entry, added.get(dim, ())) for dim, entry in enumerate(taken)]
         while entries and not entries[-1]:
             entries.pop()
         specs[array.path] = tuple(map(shown, entries))
         groups[without_numbers(array.path)].add(array.path, specs[array.path])
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     rules = {groups[without_numbers(p)].pattern(p): PartitionSpec(*s) for p, s in specs.items()}
     before = list(within.batch.entries) if within is not None and within.batch else []
     done = {name for entry in before for name in axes_of(entry)}
@@ -360,7 +382,7 @@ def extended(
 
 def _with(entry: Entry, axes: Axes) -> Entry:
     both = (*axes_of(entry), *axes)
-    return replace(entry, axes=both) if isinstance(entry, Padded) else both
+    return both if isinstance(entry, tuple) else replace(entry, axes=both)
 
 
 def _taken(within: LayoutMap | None, array: Shaped, problems: list[LayoutProblem]) -> list[Entry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpar.layout._alike import Alike
@@ -61,7 +61,7 @@ class Weight:
 
 class WeightGroups:
     def __init__(
-        self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Pattern
+        self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Container[str]
     ) -> None:
         names = Names(array.path for array in arrays)
         self.of: dict[str, Weight] = {}

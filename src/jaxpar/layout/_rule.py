@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.axis.axis import axis_names
 from jaxpar.layout._paths import without_numbers
-from jaxpar.layout._split import Padded, Replicate, Split
+from jaxpar.layout._split import Interleaved, Padded, Replicate, Split
 
 Axes = tuple[str, ...]  # of one dimension; empty: not sharded
-Entry = Axes | Padded
+Entry = Axes | Padded | Interleaved
 
+_FOR_AXES = "names of dimensions to mesh axes, as in {'embed': 'fsdp'}"
 REPLICATED = PartitionSpec()
 """The value of a rule for full copies on every device."""
 
@@ -47,7 +48,7 @@ class Rule:
 
 
 def axes_of(entry: Entry) -> Axes:
-    return axis_names(entry.axes) if isinstance(entry, Padded) else entry
+    return entry if isinstance(entry, tuple) else axis_names(entry.axes)
 
 
 def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
@@ -56,7 +57,8 @@ def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
             names = tuple(given.split())
             rule = Rule(given, tuple(_named(name, key, given, axes) for name in names), names)
         case Split():
-            rule = Rule(given, _of_split(given), action=given)
+            entries = (*[()] * given.dim, given.axes)  # a dimension may count from the end
+            rule = Rule(given, entries if given.dim >= 0 and given.axes else (), action=given)
         case Replicate():
             rule = Rule(given, (), action=given)
         case PartitionSpec() | tuple() | list():
@@ -83,26 +85,29 @@ def entry_of(given: Any, where: str) -> Entry:
         return ()
     if isinstance(given, str):
         return (given,)
-    if isinstance(given, Padded):
+    if isinstance(given, (Padded, Interleaved)):
         return given
     if isinstance(given, Iterable):
         names = tuple(given)
         if all(isinstance(name, str) for name in names):
             return names
     raise type_error(
-        f"{where}: a dimension must be None, a mesh axis, a tuple of them or Padded(...), got "
-        f"{given!r} of type {type(given).__name__}"
+        f"{where}: a dimension must be None, a mesh axis, a tuple of them, Padded(...) or "
+        f"Interleaved(...), got {given!r} of type {type(given).__name__}"
     )
 
 
-def axes_table(given: Any) -> dict[str, Entry]:
+def as_mapping(argument: str, given: Any, what: str) -> Mapping[Any, Any]:
     if given is not None and not isinstance(given, Mapping):
         raise type_error(
-            "axes must map names of dimensions to mesh axes, as in {'embed': 'fsdp'}, got "
-            f"{given!r} of type {type(given).__name__}"
+            f"{argument} must be a mapping of {what}, got {given!r} of type {type(given).__name__}"
         )
+    return given or {}
+
+
+def axes_table(given: Any) -> dict[str, Entry]:
     table: dict[str, Entry] = {}
-    for name, entry in dict[Any, Any](given or {}).items():
+    for name, entry in as_mapping("axes", given, _FOR_AXES).items():
         if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
             raise value_error(f"axes names a dimension {name!r}; it must be one word")
         table[name] = entry_of(entry, f"axes[{name!r}]")
@@ -142,12 +147,7 @@ def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:
     return axes[name]
 
 
-def _of_split(split: Split) -> tuple[Entry, ...]:
-    """Returns entries; the dimension counts from the front."""
-    return () if split.dim < 0 or not split.axes else (*[()] * split.dim, split.axes)
-
-
 def shown(entry: Entry) -> Any:
-    if isinstance(entry, Padded):
+    if not isinstance(entry, tuple):
         return entry
     return None if not entry else entry[0] if len(entry) == 1 else entry

@@ -236,11 +236,60 @@ class Padded:
             with naming("Padded"):
                 raise value_error(
                     f"size={self.size} must be at least the dimension's {size}, and a multiple of "
-                    f"{count} devices x {self.multiple}"
+                    f"{count} devices x {self.multiple}; give such a size, or none"
                 )
         unit = count * self.multiple
         padded = self.size or -(-size // unit) * unit
         return PaddedDim.at_the_end(size, count, padded // count)
+
+
+@readable
+@dataclass(frozen=True)
+class Interleaved:
+    """Mesh axes of a pipeline, for a dimension that stacks layers.
+
+    Rules and `axes` take it in the place of a mesh axis. Device i of p has stages i, i + p and so
+    on. So the layers lie in the order of devices on the mesh, as `jaxpar.pipeline` takes them, and
+    in the model's order elsewhere: in `Layout.place`, `gather`, `init` and all files.
+
+    Args:
+      axes: mesh axes.
+      virtual_stages: each device's stages. With one, the order is the model's.
+
+    Raises:
+      ValueError: fewer than one stage.
+
+    Example:
+      >>> rules = LayoutMap({"layers": (Interleaved("pp", 2),)})
+      >>> mesh = make_mesh("pp=2", devices=jax.devices()[:2])
+      >>> layout = rules.layout({"layers": jnp.arange(8)}, mesh)
+      >>> layout.place({"layers": jnp.arange(8)})["layers"]
+      Array([0, 1, 4, 5, 2, 3, 6, 7], dtype=int32)
+    """
+
+    axes: AxisLike
+    virtual_stages: Integer
+
+    def __post_init__(self) -> None:
+        with naming("Interleaved"):
+            object.__setattr__(self, "axes", axis_names(self.axes, "axes"))
+            stages = check_whole("virtual_stages", self.virtual_stages, 1)
+            object.__setattr__(self, "virtual_stages", stages)
+
+    def blocks(self, size: int, count: int) -> PaddedDim:
+        stages = count * self.virtual_stages
+        if rest := size % stages:
+            fitting = [n for n in range(1, size // count + 1) if not size % (count * n)]
+            others = (
+                f"virtual_stages={' or '.join(map(str, fitting))}" if fitting else "fewer devices"
+            )
+            with naming("Interleaved"):
+                raise value_error(
+                    f"{count} devices x {self.virtual_stages} virtual stages do not divide {size} "
+                    f"layers: {size} = {size // stages} x {stages} + {rest}; use "
+                    f"{size - rest + stages} layers, or {others}"
+                )
+        return PaddedDim.at_the_end(size, count, size // count, (count, self.virtual_stages))
 
 
 def _as_array(array: Any) -> AnyArray:

@@ -92,6 +92,7 @@ def _row(array: ArrayLayout) -> dict[str, Any]:
         "dtype": str(array.dtype),
         "rule": array.rule,
         "spec": [list(axes) for axes in array.axes],
+        "virtual_stages": [blocks.order[1] for blocks in array.blocks],
         "local_shape": list(array.local_shape),
         "padded_shape": list(array.padded_shape),
         "bytes_per_device": array.bytes_per_device,
@@ -101,7 +102,10 @@ def _row(array: ArrayLayout) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    spec = ", ".join("+".join(axes) or "-" for axes in row["spec"])
+    spec = ", ".join(
+        ("+".join(axes) or "-") + (f" ({stages} stages)" if stages > 1 else "")
+        for axes, stages in zip(row["spec"], row["virtual_stages"], strict=True)
+    )
     added = [p - n for p, n in zip(row["padded_shape"], row["shape"], strict=True)]
     return (
         row["path"] or "(the array)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
@@ -25,7 +25,7 @@ class TensorDims:
         self,
         arrays: Sequence[Shaped],
         given: Mapping[str, Pattern],
-        layers: Pattern,
+        layers: Container[str],
         *,
         axes: Axes,
         count: int,

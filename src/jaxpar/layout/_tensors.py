@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxpar.arguments.calls import called, of_user, type_error, value_error
-from jaxpar.layout._array_layout import ArrayLayout
+from jaxpar.arguments.calls import of_user, type_error, value_error
+from jaxpar.axis.padding import Entries
+from jaxpar.layout._array_layout import ArrayLayout, taken
 from jaxpar.layout._arrays import on_host
-from jaxpar.layout._layout_error import LayoutError, LayoutProblem, shape_text
+from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._rule import Nearest, nearest
@@ -48,8 +49,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
         for name, tensor in tensors.items()
         if name not in read and name not in left
     ]
-    if problems:
-        raise LayoutError(called(), problems)
+    refuse(problems)
     return layout.filled({stack.array.path: stack.placed(tensors) for stack in stacks})
 
 
@@ -66,24 +66,22 @@ class _Stack:
         self, tensors: Mapping[str, Tensor], where: str, near: Nearest
     ) -> Iterator[LayoutProblem]:
         array, count = self.array, len(self.lead)
-        path, each = array.path, shape_text(array.dtype, array.shape[count:])
+        each = shape_text(array.dtype, array.shape[count:])
         if self.lead != array.shape[:count]:
             have = shape_text(array.dtype, (*self.lead, *array.shape[count:]))
-            text = f"{path!r} is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
-            yield LayoutProblem(
-                path, array.rule, text, "name as many tensors as the array has layers"
-            )
+            text = f"is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
+            yield array.problem(text, "name as many tensors as the array has layers")
             return
         every = f", each of {' x '.join(map(str, self.lead))}" if self.lead else ""
         for name in self.names:
             tensor = tensors.get(name)
             if tensor is None:
-                text = f"no tensor {name!r}, for {path!r}, in {where}{near.hint(name)}"
-                yield LayoutProblem(path, array.rule, text, "give its name in `names`")
+                text = f"no tensor {name!r}, for {array.path!r}, in {where}{near.hint(name)}"
+                yield LayoutProblem(array.path, array.rule, text, "give its name in `names`")
             elif self._read_as(tensor) != each:
                 have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
-                text = f"{path!r} is {have} in {where} ({name!r}), and {each} here{every}"
-                yield LayoutProblem(path, array.rule, text, _remedy(tensor))
+                text = f"is {have} in {where} ({name!r}), and {each} here{every}"
+                yield array.problem(text, _remedy(tensor))
 
     def _read_as(self, tensor: Tensor) -> str:
         shape = tensor.shape
@@ -100,24 +98,17 @@ class _Stack:
         if self.order is not None:
             views = [view.transpose(self.order) for view in views]
 
-        def block(index: Any) -> np.ndarray:
-            inner, sizes = [], []
-            for along, blocks in zip(index, array.blocks, strict=True):
-                start, stop, _ = along.indices(blocks.padded)
-                own = slice(*np.searchsorted(blocks.places(), [start, stop]).tolist())
-                inner.append(own)
-                sizes.append((0, stop - start - (own.stop - own.start)))
-            found = on_host(array, self._part(views, tuple(inner)))
-            return np.pad(found, sizes) if sizes else found
+        def read(entries: list[Entries]) -> np.ndarray:
+            count = len(self.lead)
+            layers = taken(np.arange(len(views)).reshape(self.lead), entries[:count])
+            parts = [taken(views[layer], entries[count:]) for layer in layers.ravel().tolist()]
+            shape = [len(own) for own in entries]
+            found = np.stack(parts).reshape(shape) if parts else np.zeros(shape, array.dtype)
+            return on_host(array, found)
 
-        return jax.make_array_from_callback(array.padded_shape, array.sharding, block)
-
-    def _part(self, views: list[np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
-        count = len(self.lead)
-        layers = np.arange(len(views)).reshape(self.lead)[index[:count]]
-        parts = [views[layer][index[count:]] for layer in layers.ravel().tolist()]
-        sizes = [along.stop - along.start for along in index]
-        return np.stack(parts).reshape(sizes) if parts else np.zeros(sizes, self.array.dtype)
+        return jax.make_array_from_callback(
+            array.padded_shape, array.sharding, lambda index: array.block(index, read)
+        )
 
 
 def _remedy(tensor: Tensor) -> str:

@@ -34,7 +34,8 @@ def to_words(x: Array) -> Array:
 
 def from_words(words: Array, dtype: Any) -> Array:
     if is_key(dtype):
-        return jax.random.wrap_key_data(words, impl=_algorithm(dtype))
+        impl = jax.random.key_impl(jnp.empty((), dtype))  # only a key has it
+        return jax.random.wrap_key_data(words, impl=impl)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = from_words(words, jnp.finfo(dtype).dtype)
         return lax.complex(parts[..., 0], parts[..., 1])
@@ -48,16 +49,3 @@ def from_words(words: Array, dtype: Any) -> Array:
 def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
     one: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
     return one
-
-
-@lru_cache(maxsize=16)
-def _algorithm(dtype: Any) -> Any:
-    """Returns a key dtype's `impl`. Only a key has it."""
-    found: list[Any] = []
-
-    def look(key: Array) -> Array:
-        found.append(jax.random.key_impl(key))
-        return jax.random.key_data(key)
-
-    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
-    return found[0]

@@ -15,7 +15,7 @@ from jaxpar.arguments.checks import (
     check_own,
     check_precision,
 )
-from jaxpar.arguments.dtypes import as_dtype, dtype_of_products
+from jaxpar.arguments.dtypes import as_dtype
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
@@ -29,6 +29,7 @@ from jaxpar.matmul._product import (
     Left,
     Out,
     Product,
+    dtype_of_products,
     gradients_of_gather,
     gradients_of_scatter,
 )

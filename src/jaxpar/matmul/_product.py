@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar.arguments.dtypes import common_dtype, sum_dtype
+from jaxpar.arguments.dtypes import (
+    check_holds,
+    check_wire,
+    common_dtype,
+    result_dtype,
+    sum_dtype,
+)
 from jaxpar.axis.quantized import Quantized, spread
 
 # Einsum labels, known while tracing, name the dimensions of arrays. A label has one size in all
@@ -34,6 +40,13 @@ class Product:
 class Arithmetic:
     preferred_element_type: Any  # dtype of partial sums and result; None: see arguments/dtypes.py
     precision: Any
+
+
+def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
+    if preferred is not None:
+        check_holds("preferred_element_type", preferred, given, "products")
+    check_wire(wire, sum_dtype(given) if preferred is None else preferred)
+    return result_dtype(given) if preferred is None else preferred
 
 
 def multiply(

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int
 
+from jaxpar.arguments.calls import value_error
 from jaxpar.mesh.torus_split import split_torus
 from jaxpar.mesh.walk import Place, Walk, moved_on
 
@@ -228,6 +229,21 @@ def disjoint_walks(sizes: tuple[int, ...]) -> tuple[Walk, ...]:
     if set(sizes) == {2}:
         return tuple(AcrossCube(len(sizes), first) for first in range(len(sizes)))
     return disjoint_cycles(sizes)
+
+
+def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
+    if min(sizes.values()) == 2 < max(sizes.values()):
+        raise value_error(
+            f"mode='multi-ring' over axes of sizes {sizes}: each must be 3 or more, as two "
+            "devices have one link, or each be 2, a cube; leave out the axes of 2, or take "
+            "mode='bidirectional'"
+        )
+    if len(sizes) > 4 and set(sizes.values()) == {2}:
+        raise value_error(
+            f"mode='multi-ring' over {len(sizes)} axes of 2: a cube has at most 4; leave some "
+            "out, or take mode='bidirectional'"
+        )
+    return disjoint_walks(tuple(sizes.values()))
 
 
 def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:

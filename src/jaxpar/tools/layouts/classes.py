@@ -74,6 +74,7 @@ class Classes:
     looked_up: set[str] = field(default_factory=set)  # weights whose rows data choose
     multiplied: set[str] = field(default_factory=set)  # weights that are operands of matmuls
     carried: list[Tokens] = field(default_factory=list)  # from iteration to iteration of loops
+    stacked: list[tuple[int, Tokens]] = field(default_factory=list)  # what scans take apart
     experts: Tokens = ()  # batch dimensions of matmuls of weights and data
     together: set[tuple[int, int]] = field(default_factory=set)  # pairs in one array
     unsure: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))

@@ -108,6 +108,7 @@ class DimFollower(Steps):
         carry = len(e.outvars) - stacked_out
         consts = len(e.invars) - stacked_in - carry
         self.times *= max(1, length)
+        self.stacked.append((length, tuple(t[0] for t in args[consts + carry :])))
         # A loop's carry counts as data, even if it starts from weights.
         carried = map(tuple, args[consts : consts + carry])
         parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]

@@ -28,8 +28,8 @@ from jaxpar.tools.private_names import (
     without_numbers,
 )
 
-Role = Literal["data", "fully sharded", "tensor", "expert"]
-ROLES = ("data", "fully sharded", "tensor", "expert")
+Role = Literal["data", "fully sharded", "tensor", "expert", "pipeline"]
+ROLES = ("data", "fully sharded", "tensor", "expert", "pipeline")
 RESIDUAL = "residual"  # the path of activations between layers
 CONSTRAINED = f"x = layout.constrain(x, {RESIDUAL!r})"
 NAMES = {
@@ -37,6 +37,7 @@ NAMES = {
     "fully sharded": r"fsdp.*|zero.*|f[xyz]",
     "tensor": r"tp|tensor|model|mp",
     "expert": r"ep|experts?",
+    "pipeline": r"pp|pipe.*|stages?",
 }
 
 
@@ -60,16 +61,20 @@ def infer_layout(
       Megatron-LM. A split, slice, concatenation or sort along a dimension adds the bytes that its
       parts move. Dimensions whose parts are used unsharded are not sharded.
     - Fully sharded axes take the largest other dimension of each matrix, and rows of lookup tables.
+    - Pipeline axes take the first dimension of weights that a scan over layers takes apart. With
+      virtual stages, write `Interleaved` in its place.
 
     Args:
       function: a loss or a forward pass on global arrays, without `jax.shard_map`.
       params: a pytree of arrays or shapes.
       batch: likewise for data. Data axes shard its first dimension.
-      roles: the role of mesh axes: `"data"`, `"fully sharded"`, `"tensor"` or `"expert"`. Other
-        axes have roles by name (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`).
+      roles: the role of mesh axes: `"data"`, `"fully sharded"`, `"tensor"`, `"expert"` or
+        `"pipeline"`. Other axes have roles by name (`dp`, `data`; `fsdp`; `tp`, `model`; `ep`;
+        `pp`).
       target: described devices, as for `Layout.explain`. The loss and its gradient are compiled
         with the inferred map and with plain ones. The fastest map that fits the memory is returned;
-        the inferred one is kept unless another is faster by more than 1%. None: no comparison.
+        the inferred one is kept unless another is faster by more than 1%. None: no comparison. Not
+        for pipelines, of which the function knows nothing.
       show: called with each line of the reasons, such as `print`. A line that begins with `unsure`
         names an operation that was not followed or moves data, and its weights.
 
@@ -80,7 +85,8 @@ def infer_layout(
       where activations move.
 
     Raises:
-      ValueError: an axis of several devices without a role; a role of an unknown axis.
+      ValueError: an axis of several devices without a role; a role of an unknown axis; a pipeline
+        without a scan over layers, or whose devices do not divide them.
 
     Cost: one trace of the function, and with a target at most four compilations.
 
@@ -94,12 +100,20 @@ def infer_layout(
     """
     check_mesh(mesh)
     by_role = _roles(mesh, roles)
+    if target is not None and any(mesh.shape[name] > 1 for name in by_role["pipeline"]):
+        raise value_error(
+            f"target={target!r} would time programs without a pipeline, as the compiler makes "
+            f"none of {by_role['pipeline']}; leave it out, and give the pipelined step to "
+            "Layout.explain"
+        )
     seen = TracedDims(of_user(function, "function"), params, batch)
     rules: LayoutMap | None = None
     reasons: dict[str, list[str]] = defaultdict(list)  # by path
-    for role in ("expert", "tensor"):
+    for role in ("pipeline", "expert", "tensor"):
         for name in by_role[role]:
-            chosen = seen.choose(mesh.shape[name], role, rules)
+            size = mesh.shape[name]
+            of_layers = role == "pipeline"
+            chosen = seen.stacks(name, size) if of_layers else seen.choose(size, role, rules)
 
             def dims(
                 array: Shaped,

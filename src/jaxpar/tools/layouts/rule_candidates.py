@@ -37,7 +37,7 @@ class RuleCandidate(NamedTuple):
         return [array for array in layout.values() if array.rule in self.rules]
 
     def of(self, layout: Layout) -> Layout | None:
-        # None: sizes do not divide or have padding.
+        # None: sizes do not divide, have padding or are interleaved.
         own = self.arrays(layout)
         if not all(map(self._fits, own)):
             return None
@@ -45,8 +45,7 @@ class RuleCandidate(NamedTuple):
 
     def _fits(self, array: ArrayLayout) -> bool:
         return len(array.shape) == len(self.axes) and all(
-            axes == before
-            or (block.size == block.padded and not block.size % size_of(array.mesh, axes))
+            axes == before or (block.is_plain and not block.size % size_of(array.mesh, axes))
             for axes, before, block in zip(self.axes, array.axes, array.blocks, strict=True)
         )
 

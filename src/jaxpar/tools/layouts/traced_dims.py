@@ -19,6 +19,7 @@ from jaxpar.tools.private_names import (
     axes_of,
     size_of,
     size_text,
+    value_error,
     without_numbers,
 )
 
@@ -95,6 +96,31 @@ class TracedDims:
             ]
         self._tell_cuts(able, chosen)
         return {one: self._why(self.weights[one]) for one in chosen}
+
+    def stacks(self, name: str, count: int) -> dict[int, str]:
+        """Returns the first dimensions of weights that a loop over layers takes apart."""
+        found: dict[int, str] = {}
+        for length, tokens in self.flow.stacked:
+            over = {self.flow.of(t) for t in tokens}
+            if over & self.of_batch:  # a loop over rows or tokens
+                continue
+            for path, own in self.classes.items():
+                if not own or own[0] not in over or self.arrays[path].shape[0] != length:
+                    continue
+                if length % count:
+                    raise value_error(
+                        f"{count} devices of {name!r} do not divide the {length} layers of "
+                        f"{path!r}: {length} = {length // count} x {count} + {length % count}; "
+                        "choose an axis or a number of layers that fits"
+                    )
+                found[own[0]] = f"a scan over {length} layers"
+        if not found and count > 1:
+            raise value_error(
+                f"{name!r} is a pipeline's axis, and no scan of the function takes the layers of "
+                "weights; stack them along a first dimension, and call jax.lax.scan over it, or "
+                f"give the axis another role, roles={{{name!r}: ...}}"
+            )
+        return found
 
     def rows_carried(self) -> int:
         """Returns the batch's dimension in carried activations."""

@@ -177,7 +177,8 @@ def _mesh(mesh: Mesh | AbstractMesh) -> Lines:
 def _layout(layout: Layout) -> Lines:
     yield f"mesh {dict(layout.mesh.shape)}"
     for path, array in layout.items():
-        yield f"{path}: {array.dtype}{list(array.shape)} {array.spec}"
+        more = "" if array.is_plain else f" {array.blocks}"
+        yield f"{path}: {array.dtype}{list(array.shape)} {array.spec}{more}"
 
 
 def _numbers(x: np.ndarray) -> str:
