@@ -4,9 +4,9 @@
 
 Needs Linux and the right to make a network namespace. Compares jaxpar's modes with the naive
 form and with two controls: `serial`, the one-way ring whose matmuls wait for its transfers, and
-`memory scheduler`, the same ring compiled by XLA's memory-optimised scheduler. Every result is
-compared with NumPy's first. Then all variants run once a round, and ratios are taken round by
-round.
+`memory scheduler`, the same ring compiled by XLA's memory-optimised scheduler. Case `pipeline`
+compares a pipeline with FSDP. Every result is compared with NumPy's or one device's first. Then all
+variants run once a round, and ratios are taken round by round.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -23,29 +23,37 @@ if __name__ == "__main__":
 from network.cluster import INSIDE, Cluster, RefusalError, enter_namespace
 from network.report import Row, Run, print_table, write_json, write_plot
 
-CASES = {
-    "gather lhs": ("gather-lhs-rows", False),
-    "gather rhs": ("gather-rhs-k", False),
-    "scatter": ("scatter-rows", False),
-    "all-reduce": ("all-reduce", False),
-    "gather lhs, forward+backward": ("gather-lhs-rows", True),
-    "scatter, forward+backward": ("scatter-rows", True),
-}
-# The second set is compiled with a flag of its own, which is read once a process.
-SETS = {
+MEMORY_SCHEDULER = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+# By the flags that they are compiled with, which are read once a process.
+MATMULS = {
     "": ["naive", "unidirectional", "bidirectional", "serial"],
-    "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED": ["memory scheduler"],
+    MEMORY_SCHEDULER: ["memory scheduler"],
+}
+STEPS = {"": ["fsdp", "pipeline"]}
+# What the processes prepare, and its variants.
+CASES = {
+    "gather lhs": (("prepare_matmul", "gather-lhs-rows", False), MATMULS),
+    "gather rhs": (("prepare_matmul", "gather-rhs-k", False), MATMULS),
+    "scatter": (("prepare_matmul", "scatter-rows", False), MATMULS),
+    "all-reduce": (("prepare_matmul", "all-reduce", False), MATMULS),
+    "gather lhs, forward+backward": (("prepare_matmul", "gather-lhs-rows", True), MATMULS),
+    "scatter, forward+backward": (("prepare_matmul", "scatter-rows", True), MATMULS),
+    "pipeline": (("prepare_stack",), STEPS),
 }
 
 
 def measure(run: Run, cases: Sequence[str]) -> Iterator[list[Row]]:
-    """Measures the cases one by one, each on two clusters that take turns."""
-    clusters = [Cluster(run.processes, run.shape, flags) for flags in SETS]
-    owner = {v: c for c, variants in zip(clusters, SETS.values(), strict=True) for v in variants}
-    with closing(clusters[0]), closing(clusters[1]):
+    """Measures the cases one by one; clusters with different flags take turns."""
+    flags = dict.fromkeys(flags for case in cases for flags in CASES[case][1])
+    with ExitStack() as stack:
+        clusters = {one: Cluster(run.processes, run.shape, one) for one in flags}
+        for cluster in clusters.values():
+            stack.enter_context(closing(cluster))
         for case in cases:
-            for cluster, variants in zip(clusters, SETS.values(), strict=True):
-                wrong = cluster.do("prepare", *CASES[case], variants)["wrong"]
+            (prepare, *given), sets = CASES[case]
+            owner = {name: clusters[flags] for flags, names in sets.items() for name in names}
+            for flags, names in sets.items():
+                wrong = clusters[flags].do(prepare, *given, names)["wrong"]
                 if wrong:
                     raise RefusalError(f"{case}: wrong results: " + "; ".join(wrong))
             seconds = {variant: [] for variant in owner}
@@ -56,7 +64,7 @@ def measure(run: Run, cases: Sequence[str]) -> Iterator[list[Row]]:
                     if turn >= 0:
                         seconds[variant].append(elapsed)
             yield [
-                Row(case, variant, times, seconds["naive"], **owner[variant].do("trace", variant))
+                Row(case, variant, times, **owner[variant].do("trace", variant))
                 for variant, times in seconds.items()
             ]
 
@@ -86,6 +94,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for case in args.cases:
         if case not in CASES:
             parser.error(f"--cases has {case!r}; choose from {';'.join(CASES)}")
+    if args.plot and args.cases == ["pipeline"]:
+        parser.error("--plot draws matmuls; name one more case in --cases")
     return args
 
 

@@ -35,35 +35,48 @@ from jaxpar.tools.cli.bench_times import place, tolerance
 from jaxpar.tools.cli.ops import OPS, Shape, with_gradients
 from jaxpar.tools.cli.workers import own_output
 from jaxpar.tools.timeline.timeline import covered
+from network.stack import Stack
 
 RING = ("tp",)
 TRACED_CALLS = 3
 
 
+@dataclass(frozen=True)
+class Program:
+    """A compiled variant of a case, and its arguments."""
+
+    compiled: Any
+    args: list[Any]
+
+    def __call__(self) -> Any:
+        return jax.block_until_ready(self.compiled(*self.args))
+
+
 class Member:
-    """The operands, and the programs of the case at hand, by variant."""
+    """The shape, and the programs of the case at hand, by variant."""
 
     def __init__(self, shape: Shape):
         self.mesh: Mesh = make_mesh({"tp": jax.device_count()})
-        rng, (rows, depth, cols) = np.random.default_rng(0), shape
-        sizes = (rows, depth), (depth, cols), (rows, cols)
-        self.lhs, self.rhs, self.ct = (rng.standard_normal(size, np.float32) for size in sizes)
-        self.args: list[jax.Array] = []
-        self.programs: dict[str, Any] = {}
+        self.shape = shape
+        self.programs: dict[str, Program] = {}
 
-    def prepare(self, op: str, backward: bool, variants: list[str]) -> dict[str, Any]:
+    def prepare_matmul(self, op: str, backward: bool, variants: list[str]) -> dict[str, Any]:
         """Compiles the variants of a case and compares each result with NumPy's, in float64."""
-        operands = [self.lhs, self.rhs, self.ct][: 3 if backward else 2]
+        rng, (rows, depth, cols) = np.random.default_rng(0), self.shape
+        sizes = (rows, depth), (depth, cols), (rows, cols)
+        lhs, rhs, ct = (rng.standard_normal(size, np.float32) for size in sizes)
+        operands = [lhs, rhs, ct][: 3 if backward else 2]
         specs = OPS[op].specs(RING)[: len(operands)]
-        self.args = [place(x, self.mesh, spec) for x, spec in zip(operands, specs, strict=True)]
-        self.programs = {name: self._compile(op, backward, name) for name in variants}
-        pairs = {"out": (self.lhs, self.rhs)}
+        args = [place(x, self.mesh, spec) for x, spec in zip(operands, specs, strict=True)]
+        self.programs = {
+            name: Program(self._compile(op, backward, name, args), args) for name in variants
+        }
+        pairs = {"out": (lhs, rhs)}
         if backward:
-            pairs |= {"dlhs": (self.ct, self.rhs.T), "drhs": (self.lhs.T, self.ct)}
+            pairs |= {"dlhs": (ct, rhs.T), "drhs": (lhs.T, ct)}
         wrong: list[str] = []
         for variant, program in self.programs.items():
-            results = program(*self.args)
-            for (name, pair), result in zip(pairs.items(), results, strict=True):
+            for (name, pair), result in zip(pairs.items(), program(), strict=True):
                 allowed = tolerance("float32", pair[0].shape[1], self.mesh.size, "cpu")
                 off = error(result, *pair)
                 if not off <= allowed:
@@ -72,11 +85,17 @@ class Member:
                     )
         return {"wrong": wrong}
 
+    def prepare_stack(self, variants: list[str]) -> dict[str, Any]:
+        """Compiles training steps, and compares losses and gradients with those of one device."""
+        stack = Stack.of(self.shape, self.mesh)
+        self.programs = {name: Program(*stack.compile(name)) for name in variants}
+        return {"wrong": stack.compare(self.programs)}
+
     def time(self, variant: str) -> dict[str, Any]:
         """Times one call, which all processes begin together."""
         multihost_utils.sync_global_devices("start")
         start = perf_counter()
-        jax.block_until_ready(self.programs[variant](*self.args))
+        self.programs[variant]()
         multihost_utils.sync_global_devices("stop")
         return {"seconds": perf_counter() - start}
 
@@ -86,12 +105,12 @@ class Member:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 for _ in range(TRACED_CALLS):
-                    jax.block_until_ready(self.programs[variant](*self.args))
-            mine = cover(Path(folder), self.mesh, self.programs[variant].as_text())
+                    self.programs[variant]()
+            mine = cover(Path(folder), self.mesh, self.programs[variant].compiled.as_text())
         total = np.mean(multihost_utils.process_allgather(mine), axis=0) * 1e3
         return dict(zip(("transfer_ms", "matmul_ms", "both_ms"), total.tolist(), strict=True))
 
-    def _compile(self, op: str, backward: bool, variant: str) -> Any:
+    def _compile(self, op: str, backward: bool, variant: str, args: list[jax.Array]) -> Any:
         mode = {"serial": "unidirectional", "memory scheduler": "unidirectional"}
         function = OPS[op].bind(self.mesh, RING, mode.get(variant, variant))
 
@@ -100,9 +119,9 @@ class Member:
 
         program = with_gradients(function) if backward else forward
         if variant != "serial":
-            return jax.jit(program).lower(*self.args).compile()
+            return jax.jit(program).lower(*args).compile()
         with serial_rings():
-            return jax.jit(program).lower(*self.args).compile()
+            return jax.jit(program).lower(*args).compile()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ COLOURS = {
     "serial": "0.35",
     "memory scheduler": "0.6",
 }
+CONTROLS = "naive", "serial", "fsdp"  # what others are as fast as, so many times
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,9 @@ class Row:
     case: str
     variant: str
     seconds: list[float]  # one a round
-    naive_seconds: list[float]  # of the same rounds
     transfer_ms: float
     matmul_ms: float
     both_ms: float
-
-    @property
-    def speedup(self) -> float:
-        """How many times as fast as naive: the median of the ratios round by round."""
-        pairs = zip(self.naive_seconds, self.seconds, strict=True)
-        return median(naive / own for naive, own in pairs)
 
     @property
     def covered(self) -> float:
@@ -66,15 +60,16 @@ def print_table(rows: Sequence[Row]) -> None:
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     table.add_column(rows[0].case, width=28)
-    titles = {"ms": 6, "x naive": 7, "x serial": 8, "covered": 7, "transfers": 9, "matmuls": 7}
+    controls = list(speeds(rows, rows[0]))
+    titles = {"ms": 6, **{f"x {name}": 8 for name in controls}}
+    titles |= {"covered": 7, "transfers": 9, "matmuls": 7}
     for title, width in titles.items():
         table.add_column(title, justify="right", width=width)
     for row in rows:
         table.add_row(
             f"  {row.variant}",
             f"{median(row.seconds) * 1e3:.0f}",
-            f"{row.speedup:.2f}",
-            f"{over_serial(rows, row):.2f}",
+            *(f"{speed:.2f}" for speed in speeds(rows, row).values()),
             f"{row.covered:.0%}",
             f"{row.transfer_ms:.0f}",
             f"{row.matmul_ms:.0f}",
@@ -82,10 +77,13 @@ def print_table(rows: Sequence[Row]) -> None:
     Console(width=88).print(table, highlight=False)
 
 
-def over_serial(rows: Sequence[Row], row: Row) -> float:
-    """How many times as fast as the ring that is forbidden to overlap, in the same rounds."""
-    (serial,) = [r for r in rows if (r.case, r.variant) == (row.case, "serial")]
-    return median(s / own for s, own in zip(serial.seconds, row.seconds, strict=True))
+def speeds(rows: Sequence[Row], row: Row) -> dict[str, float]:
+    """How many times as fast as each control: the median of the ratios round by round."""
+    controls = [one for one in rows if one.case == row.case and one.variant in CONTROLS]
+    return {
+        one.variant: median(a / b for a, b in zip(one.seconds, row.seconds, strict=True))
+        for one in controls
+    }
 
 
 def write_json(path: str, run: Run, rows: Sequence[Row]) -> None:
@@ -94,22 +92,17 @@ def write_json(path: str, run: Run, rows: Sequence[Row]) -> None:
         "jax": jax.__version__,
         **asdict(run),
         "rows": [
-            asdict(row)
-            | {
-                "speedup": row.speedup,
-                "over_serial": over_serial(rows, row),
-                "covered": row.covered,
-            }
-            for row in rows
+            asdict(row) | {"speeds": speeds(rows, row), "covered": row.covered} for row in rows
         ],
     }
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
-    """Draws a group of bars a case: speed over naive, and the share of transfers covered."""
+    """Draws a group of bars a matmul: speed over naive, and the share of transfers covered."""
     from matplotlib.figure import Figure
 
+    rows = [row for row in rows if row.variant in COLOURS]
     cases = list(dict.fromkeys(row.case for row in rows))
     variants = list(dict.fromkeys(row.variant for row in rows))
     figure = Figure(figsize=(11, 6.4), layout="constrained", dpi=200)
@@ -119,7 +112,7 @@ def write_plot(path: str, run: Run, rows: Sequence[Row]) -> None:
         chosen = [row for row in rows if row.variant == variant]
         places = [n + (number - (len(variants) - 1) / 2) * width for n in range(len(chosen))]
         for panel, values, text in (
-            (speed, [row.speedup for row in chosen], "{:.2f}"),
+            (speed, [speeds(rows, row)["naive"] for row in chosen], "{:.2f}"),
             (share, [100 * row.covered for row in chosen], "{:.0f}"),
         ):
             bars = panel.bar(places, values, width * 0.94, color=COLOURS[variant], label=variant)
