@@ -80,7 +80,7 @@ def test_passes_and_losses_that_are_played(program):
     assert idle_share("jit(f)/while/body/passes[bubble=0.1579]/dot") == pytest.approx(
         share, abs=1e-4
     )
-    assert 0.6 * share * played.total < played.bubble < share * played.total
+    assert 0.5 * share * played.total < played.bubble < share * played.total
     assert not played.compute_by_place
 
 
@@ -88,8 +88,8 @@ def test_gradients_and_residuals_are_updated_in_place(program):
     """Copied are at most activations, and on GPUs gradients of shared parameters."""
     hlo = program.module.hlo
     inside = (i for c in hlo.computations.values() if c is not hlo.entry for i in c.instructions)
-    copies = [i for i in inside if i.opcode.startswith("copy") and "S(" not in i.type_text]
-    assert max((i.arrays[0].bytes for i in copies if i.arrays), default=0) <= HOP
+    copied = [i.bytes for i in inside if i.opcode == "copy"]
+    assert max(copied, default=0) <= HOP
 
 
 def test_the_bubble_is_said(program):
