@@ -103,6 +103,23 @@ def test_mesh_that_is_manual_in_part():
     np.testing.assert_array_equal(jax.jit(run)(np.arange(8)), np.roll(np.arange(8), 2))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_leaf_varies_over_its_own_axes(offset):
+    """A sum over y is replicated over y, whatever the leaf beside it is."""
+
+    def local(x):
+        shifted = ring_shift({"sum": lax.psum(x, "y"), "own": x}, "x", offset)
+        assert varying_axes(shifted["own"]) == {"x", "y"}
+        return shifted["sum"]
+
+    mesh = make_mesh("x=4,y=2")
+    total = jax.shard_map(local, mesh=mesh, in_specs=P("x", "y"), out_specs=P("x"))
+    x = numbers((4, 2), "float32")
+    np.testing.assert_array_equal(
+        jax.jit(total)(x), np.roll(x, offset, axis=0).sum(axis=1, keepdims=True)
+    )
+
+
 def test_under_vmap():
     x = numbers((8, 3, 2), "float32")
     run = jax.shard_map(

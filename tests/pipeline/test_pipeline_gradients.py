@@ -1,11 +1,14 @@
 """Pipelined losses and gradients against one device, in float64."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from staged import SEQUENCE, WORDS, Model, check, mlp, normal, summed
 
 import jaxpar
 from jaxpar.axis.axis import Ring
@@ -13,8 +16,6 @@ from jaxpar.layers import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from jaxpar.pipeline import gpipe, interleaved_1f1b, value_and_grad
 from jaxpar.pipeline._stage_residuals import residuals_of
 from jaxpar.testing import poisoned_rows
-
-WIDTH, HIDDEN, WORDS, SEQUENCE = 4, 8, 16, 8
 
 
 @pytest.fixture(autouse=True)
@@ -24,81 +25,15 @@ def float64():
         yield
 
 
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-def mlp(w, x):
-    """Without an epsilon, so that zeros, which idle passes see, give NaN."""
-    h = x * w["scale"] / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True))
-    return jnp.tanh(h @ w["up"]) @ w["down"]
-
-
-def part_of(x, axis, like):
-    """The part of [b, s] along dimension 1 that belongs to rows [b, s/n, d]."""
-    if axis is None:
-        return x
-    start = lax.axis_index(axis) * like.shape[1]
-    return lax.dynamic_slice_in_dim(x, start, like.shape[1], 1)
-
-
-class Model:
-    """A tied embedding, stages of some MLPs each, and losses of labels above 2."""
-
-    of_stage = 1
-    table = P()
-
-    def __init__(self, stages):
-        count = stages * self.of_stage
-        self.layers = {
-            "scale": 1 + normal(1, count, WIDTH) / 10,
-            "up": normal(2, count, WIDTH, HIDDEN),
-            "down": normal(3, count, HIDDEN, WIDTH) / 4,
-        }
-        self.shared = {"table": normal(4, WORDS, WIDTH), "scale": 1 + normal(5, WIDTH) / 10}
-        self.shared_specs = {"table": self.table, "scale": P()}
-        self.specs = {"scale": P("pp"), "up": P("pp", None, "tp"), "down": P("pp", "tp")}
-
-    def sum(self, x, tp):
-        return x if tp is None else lax.psum(x, tp)
-
-    def stage(self, w, x, batch, tp=None):
-        for number in range(len(w["scale"])):
-            x += self.sum(mlp({name: leaf[number] for name, leaf in w.items()}, x), tp)
-        return x
-
-    def first(self, shared, batch, pp=None):
-        return 3.0 * shared["table"][batch["tokens"]]
-
-    def losses(self, shared, x, labels, pp):
-        logits = (x * shared["scale"]) @ shared["table"].T
-        right = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
-        return jax.nn.logsumexp(logits, -1) - right
-
-    def last(self, shared, x, batch, pp=None):
-        labels = part_of(batch["labels"], pp, x)
-        counts = labels > 2
-        return jnp.sum(jnp.where(counts, self.losses(shared, x, labels, pp), 0)), jnp.sum(counts)
-
-    def on_one_device(self, params, batch):
-        layers, shared = params
-        x = self.first(shared, batch)
-        for start in range(0, len(layers["scale"]), self.of_stage):
-            own = {name: w[start : start + self.of_stage] for name, w in layers.items()}
-            x = self.stage(own, x, batch)
-        loss, weight = self.last(shared, x, batch)
-        return loss / weight.astype(loss.dtype)
-
-
 class Scanned(Model):
     """Stages of two layers in a scan."""
 
     of_stage = 2
     layer = staticmethod(lambda f: f)
 
-    def stage(self, w, x, batch, tp=None):
+    def stage(self, w, x, batch, axes=()):
         def layer(x, w):
-            return x + self.sum(mlp(w, x), tp), None
+            return x + summed(mlp(w, x), axes), None
 
         return lax.scan(self.layer(layer), x, w)[0]
 
@@ -110,94 +45,81 @@ class Recomputed(Scanned):
 class Vocabulary(Model):
     """The table is sharded over pp: embedding and losses are those of the vocabulary layers."""
 
-    table = P("pp")
+    shared_specs: ClassVar = {"table": P("pp"), "scale": P()}
 
-    def first(self, shared, batch, pp=None):
-        if pp is None:
+    def first(self, shared, batch, axes=()):
+        if not axes:
             return super().first(shared, batch)
         tokens, table = batch["tokens"], shared["table"]
-        return 3.0 * vocab_parallel_embedding(tokens, table, pp, sequence_dim=None)
+        return 3.0 * vocab_parallel_embedding(tokens, table, "pp", sequence_dim=None)
 
-    def losses(self, shared, x, labels, pp):
-        if pp is None:
-            return super().losses(shared, x, labels, pp)
+    def losses(self, shared, x, labels, axes):
+        if not axes:
+            return super().losses(shared, x, labels, axes)
         x = x * shared["scale"]
-        return vocab_parallel_cross_entropy(x, shared["table"].T, labels, pp, vocabulary=WORDS)
+        return vocab_parallel_cross_entropy(x, shared["table"].T, labels, "pp", vocabulary=WORDS)
 
 
 class Auxiliary(Model):
     """Each stage adds to a loss of its own, which travels beside the activations."""
 
-    def first(self, shared, batch, pp=None):
+    def first(self, shared, batch, axes=()):
         return super().first(shared, batch), jnp.zeros(())
 
-    def stage(self, w, x, batch, tp=None):
+    def stage(self, w, x, batch, axes=()):
         x, loss = x
-        y = super().stage(w, x, batch, tp)
+        y = super().stage(w, x, batch, axes)
         return y, loss + jnp.sum(jnp.sin(y)) / 100
 
-    def last(self, shared, x, batch, pp=None):
+    def last(self, shared, x, batch, axes=()):
         x, more = x
-        loss, weight = super().last(shared, x, batch, pp)
+        loss, weight = super().last(shared, x, batch, axes)
         return loss + more, weight
+
+
+class Masked(Auxiliary):
+    """The auxiliary loss reads the batch, and varies over dp; what enters does not."""
+
+    def stage(self, w, x, batch, axes=()):
+        x, loss = x
+        y = Model.stage(self, w, x, batch, axes)
+        counts = batch["labels"] != 2
+        return y, loss + jnp.sum(jnp.where(counts[..., None], jnp.sin(y), 0)) / 100
 
 
 class Dropped(Model):
     """Each microbatch has keys of its own, of which a recomputed stage keeps only the keys."""
 
-    def stage(self, w, x, batch, tp=None):
+    def batch(self, size):
+        return {**super().batch(size), "keys": jax.random.split(jax.random.key(3), size)}
+
+    def stage(self, w, x, batch, axes=()):
         def run(w, x, keys):
             kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, x.shape[1:]))(keys)
-            return Model.stage(self, w, jnp.where(kept, x, 0) + 0.1, batch, tp)
+            return Model.stage(self, w, jnp.where(kept, x, 0) + 0.1, batch, axes)
 
         return jax.checkpoint(run)(w, x, batch["keys"])
 
 
-def check(kind, axes, microbatches, virtual, check_vma, rows=2, last_dim=1):
-    mesh = jaxpar.make_mesh(axes)
-    devices = mesh.shape["pp"]
-    model = kind(devices * virtual)
-    size = mesh.shape.get("dp", 1) * microbatches * rows
-    random = np.random.default_rng(0)
-    batch = {name: random.integers(0, WORDS, (size, SEQUENCE)) for name in ("tokens", "labels")}
-    if kind is Dropped:
-        batch["keys"] = jax.random.split(jax.random.key(3), size)
-    tp = "tp" if "tp" in mesh.axis_names else None
-    model.specs = model.specs if tp else dict.fromkeys(model.specs, P("pp"))
-    batch_axes = "dp" if "dp" in mesh.axis_names else ()
-    specs = model.specs, model.shared_specs
+class DroppedInScan(Dropped):
+    """Layers have numbers: each drops others. Keys are of rows, and the same in all stages."""
 
-    def stage(w, x, batch):
-        return model.stage(w, x, batch, tp)
+    of_stage = 2
+    specs: ClassVar = {**Model.specs, "number": P("pp")}
 
-    step = value_and_grad(
-        stage,
-        lambda shared, batch: model.first(shared, batch, "pp"),
-        lambda shared, x, batch: model.last(shared, x, batch, "pp"),
-        interleaved_1f1b(devices, microbatches, virtual),
-        "pp",
-        batch_axes=batch_axes,
-        specs=specs,
-        last_dim=last_dim,
-    )
-    # Device i has stages i, i + devices, ..., so the stack is in the order of devices.
-    order = np.arange(devices * virtual * model.of_stage).reshape(virtual, devices, -1)
-    order = order.swapaxes(0, 1).ravel()
-    stacked = jax.tree.map(lambda w: w[order], model.layers)
-    local = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(*specs, P(batch_axes or None)),
-        out_specs=(P(), specs),
-        check_vma=check_vma,
-    )
-    loss, (of_layers, of_shared) = jax.jit(local)(stacked, model.shared, batch)
-    of_layers = jax.tree.map(lambda g: np.asarray(g)[np.argsort(order)], of_layers)
-    wanted = jax.jit(jax.value_and_grad(model.on_one_device))((model.layers, model.shared), batch)
-    for found, right in zip(
-        jax.tree.leaves((loss, (of_layers, of_shared))), jax.tree.leaves(wanted), strict=True
-    ):
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-10 * np.abs(right).max())
+    def __init__(self, stages):
+        super().__init__(stages)
+        self.layers["number"] = np.arange(float(stages * self.of_stage))
+
+    def stage(self, w, x, batch, axes=()):
+        @jax.checkpoint
+        def layer(x, w):
+            number = w["number"].astype("int32")
+            keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(batch["keys"])
+            kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, x.shape[1:]))(keys)
+            return x + jnp.where(kept, summed(mlp(w, x), axes), 0), None
+
+        return lax.scan(layer, x, w)[0]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -219,9 +141,16 @@ def test_gradients_are_those_of_one_device(axes, microbatches, virtual, check_vm
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", [Scanned, Recomputed, Vocabulary, Auxiliary, Dropped])
+@pytest.mark.parametrize(
+    "kind", [Scanned, Recomputed, Vocabulary, Auxiliary, Dropped, DroppedInScan]
+)
 def test_kinds_of_models(kind, check_vma):
     check(kind, "pp=4,tp=2", 6, 2, check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_stage_that_reads_the_batch(check_vma):
+    check(Masked, "pp=2,dp=2,tp=2", 4, 2, check_vma)
 
 
 def test_rows_that_are_counted_from_the_back():
@@ -235,7 +164,7 @@ def test_a_nan_reaches_the_loss_and_its_gradients():
     step = value_and_grad(
         model.stage,
         model.first,
-        lambda shared, x, batch: model.last(shared, x, batch, "pp"),
+        lambda shared, x, batch: model.last(shared, x, batch, ("pp",)),
         interleaved_1f1b(8, 2),
         "pp",
         last_dim=1,
@@ -267,6 +196,9 @@ def test_no_copy_of_a_weight_is_kept():
     assert all(shape[-2:] == (2, 8) for shape in shapes)
 
 
+LINE = r"axis 'pp' \(8\) at test_pipeline_gradients.py:\d+"
+
+
 def run(mesh, stage, schedule, *, layers=(8, 4, 4), first=None, last=None, **options):
     def mean(shared, x, batch):
         return jnp.sum((x @ shared) ** 2), x.size
@@ -296,7 +228,7 @@ def test_wrong_arguments():
         run(mesh, stage, interleaved_1f1b(8, 3))
     with pytest.raises(TypeError, match=r"stage_fn must return what the next stage is given"):
         run(mesh, lambda w, x, batch: x[:, :2], schedule)
-    with pytest.raises(ValueError, match=r"^value_and_grad: stage_fn uses psum over axis 'pp'"):
+    with pytest.raises(ValueError, match=rf"^value_and_grad: stage_fn uses psum over {LINE},"):
         run(mesh, lambda w, x, batch: lax.psum(x @ w[0], "pp"), schedule)
     with pytest.raises(ValueError, match=r"loss_sum"):
         run(mesh, stage, schedule, last=lambda s, x, b: (lax.psum(jnp.sum(x), "pp"), 1))
@@ -306,3 +238,46 @@ def test_wrong_arguments():
         run(mesh, stage, schedule, last_dim=2)
     with pytest.raises(TypeError, match=r"first_fn must return floats, got int32\[8, 4\]"):
         run(mesh, stage, schedule, first=lambda shared, x: x.astype("int32"))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_a_stage_closes_over(check_vma):
+    """A parameter would get no gradient there; other values are constants."""
+    mesh, specs = jaxpar.make_mesh("pp=8"), (P("pp"), P())
+    options = {"mesh": mesh, "in_specs": (*specs, P()), "check_vma": check_vma}
+
+    def loss_and_gradients(closed_over):
+        def local(layers, shared, x):
+            more = closed_over(layers, shared, x)
+            step = value_and_grad(
+                lambda w, x, batch: jnp.tanh(x @ w[0]) + jnp.mean(more),
+                lambda shared, x: x @ shared["w"],
+                lambda shared, x, batch: (jnp.sum(x**2), x.size),
+                interleaved_1f1b(8, 2),
+                "pp",
+                specs=specs,
+            )
+            return step(layers, shared, x)
+
+        step = jax.shard_map(local, out_specs=(P(), specs), **options)
+        return jax.jit(step)(layers, {"w": np.eye(4)}, x)
+
+    def on_one_device(params):
+        layers, shared = params
+        y = x @ shared["w"]
+        for w in layers:
+            y = jnp.tanh(y @ w) + 0.25 + jnp.mean(x)
+        return jnp.mean(y**2)
+
+    layers, x = normal(1, 8, 4, 4), normal(2, 16, 4)
+    for name, closed_over in {
+        r"shared\['w'\]": lambda layers, shared, x: shared["w"],
+        "layers": lambda layers, shared, x: layers,
+    }.items():
+        match = f"^value_and_grad: stage_fn closes over {name}, which gets no gradient there; give"
+        with pytest.raises(ValueError, match=match):
+            loss_and_gradients(closed_over)
+    found = loss_and_gradients(lambda _, shared, x: lax.stop_gradient(shared["w"]).mean() + x)
+    wanted = jax.value_and_grad(on_one_device)((layers, {"w": np.eye(4)}))
+    for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, right, rtol=0, atol=1e-10 * np.abs(right).max())

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 import jax
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 1 if sys.argv[1] == "pipeline" else 2)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -18,10 +18,11 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
+from jaxpar.pipeline import interleaved_1f1b, value_and_grad  # noqa: E402
 from jaxpar.tools.cli.workers import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT = sys.argv[1], *map(int, sys.argv[2:5])
-ODD = 0 if CASE == "killed_first" else COUNT - 1
+ODD = {"killed_first": 0, "pipeline": 2}.get(CASE, COUNT - 1)
 IS_ODD = RANK == ODD  # the one that does something else
 LIMIT = 2
 if CASE in ("frozen", "partitioned", "lines"):  # whose first calls must be within it
@@ -48,10 +49,70 @@ def compiles(event, duration_secs, **kwargs):
         load(LONG)
 
 
+def train_pipeline():
+    """Trains two stages on each device, as one device does, until a process is killed in a step."""
+    mesh, specs = jaxpar.make_mesh(f"pp={COUNT}"), (P("pp"), P())
+    schedule = interleaved_1f1b(COUNT, microbatches=4, virtual_stages=2)
+    random = np.random.default_rng(0)
+    layers, shared, x = (
+        random.normal(size=shape).astype("float32") / 2
+        for shape in ((2 * COUNT, 8, 8), (8, 8), (16, 8))
+    )
+
+    def placed(spec, x):
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+
+    def losses(shared, y, x):
+        return jnp.sum((y @ shared.T - 1) ** 2), y.size
+
+    def loss_on_one_device(params, x):
+        layers, shared = params
+        y = x @ shared
+        for w in layers:
+            y = jnp.tanh(y @ w)
+        loss, count = losses(shared, y, x)
+        return loss / count
+
+    def updated(value_and_grad):
+        def step(layers, shared, x):
+            loss, gradients = value_and_grad(layers, shared, x)
+            return loss, jax.tree.map(lambda w, g: w - 0.1 * g, (layers, shared), gradients)
+
+        return step
+
+    @jax.jit
+    @updated
+    def alone(layers, shared, x):
+        return jax.value_and_grad(loss_on_one_device)((layers, shared), x)
+
+    gradients = value_and_grad(
+        lambda w, x, batch: jnp.tanh(x @ w[0]), lambda shared, x: x @ shared, losses, schedule, "pp"
+    )
+    local = jax.shard_map(
+        updated(gradients), mesh=mesh, in_specs=(*specs, P()), out_specs=(P(), specs)
+    )
+    step = jaxpar.guard(jax.jit(local), timeout_s=LIMIT, exit_code=7)
+    # Device i has stages i and i + COUNT.
+    order = np.arange(2 * COUNT).reshape(2, COUNT).T.ravel()
+    params, given = (layers, shared), placed(P(), x)
+    own = placed(P("pp"), layers[order]), placed(P(), shared)
+    for number in range(1, 1000):  # more than the others come to
+        found, own = step(*own, given)
+        if IS_ODD and number == 3:
+            fault()
+            os.kill(os.getpid(), signal.SIGKILL)
+        wanted, params = alone(*params, x)
+        np.testing.assert_allclose(found.addressable_data(0), wanted, rtol=1e-5)
+        print(f"loss {number} is that of one device", flush=True)
+
+
 def main():
     if CASE == "compiling" and IS_ODD:
         jax.monitoring.register_event_duration_secs_listener(compiles)
     jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=300)
+    if CASE == "pipeline":
+        train_pipeline()
+        return
     mesh = jaxpar.make_mesh(f"dp={COUNT},tp=2")
     sharding = NamedSharding(mesh, P("dp"))
 

@@ -106,54 +106,55 @@ def run(forks):
 WAITS = r"waits for process {odd} in call {call} of 'step': the first collective that needs it is "
 WAITS += r"psum over dp of float32\[4, 8\] at guard_worker.py:\d+ in local \(number 2 of 2\)"
 ODD = "processes 0 and {odd}"
+WHO = r"process {odd}(?: \(dp={odd}\))?"  # its place is told by who knows the mesh
 
 # What is wrong, where the odd process is, and what the others wait in; who can say so.
 CASES = {
     "missing": (
         r"call 1 of 'step' takes .* s, more than its limit of 2 s: process {odd} has not come",
-        r"process {odd}: in no guarded call yet for .*Python is at guard_worker.py:\d+ in load",
+        r"{who}: in no guarded call yet for .*Python is at guard_worker.py:\d+ in load",
         WAITS,
     ),
     "killed": (
         r"process {odd} is gone, killed or crashed: its connection was lost \d+\.\d s ago",
-        r"process {odd}: gone for .*, killed or crashed; last heard of .* of 'step'",
+        r"{who}: gone for .*, killed or crashed; last heard of .* of 'step'",
         "",
     ),
     "frozen": (
         r"call 3 of 'step' takes .* s, more than its limit of 5 s: process {odd} has not come",
-        r"process {odd}: not answering for .*; last heard of",
+        r"{who}: not answering for .*; last heard of",
         WAITS,
     ),
     "raises": (
         r"process {odd} has ended",
-        r"process {odd}: ended; it was .* 'step'",
+        r"{who}: ended; it was .* 'step'",
         WAITS,
     ),
     "operation": (
         rf"{ODD} run different programs in call 3 of 'step': collective 2: process 0 has psum "
         r"over dp of float32\[4, 8\] at guard_worker.py:\d+ in local, process {odd} pmax over dp",
-        r"process {odd}: (waiting for others to compare .* of 'step'|ended, after ValueError)",
+        r"{who}: (waiting for others to compare .* of 'step'|ended, after ValueError)",
         "",
     ),
     "tracing": (
         r"call 1 of 'step' takes .* s, more than .*: process {odd} has not finished tracing it",
-        r"process {odd}: tracing call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in load",
+        r"{who}: tracing call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in load",
         WAITS,
     ),
     "compiling": (
         r"call 1 of 'step' takes .* s, more than .*: process {odd} has not finished compiling it",
-        r"process {odd}: compiling call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in ",
+        r"{who}: compiling call 1 of 'step' for .*; Python is at guard_worker.py:\d+ in ",
         WAITS,
     ),
     "partitioned": (
         r"call 3 of 'partitioned' takes .* s, more than its limit .*: process {odd} has not come",
-        r"process {odd}: outside guarded calls, after call 2 of 'partitioned' for .* in load",
+        r"{who}: outside guarded calls, after call 2 of 'partitioned' for .* in load",
         r"waits for process {odd} in call 3 of 'partitioned': the first collective that needs it "
         r"is all-reduce over dp of 4 B at guard_worker.py:\d+ in partitioned",
     ),
     "lines": (
         r"call 3 of 'training' takes .* s, more than its limit of 5 s: all processes are in it",
-        r"process {odd}: in call 3 of 'training' for .*; Python is at guard_worker.py:\d+ in load",
+        r"{who}: in call 3 of 'training' for .*; Python is at guard_worker.py:\d+ in load",
         "",
     ),
 }
@@ -168,7 +169,8 @@ def test_it_is_named(case, count, run):
     odd = count - 1
     call = 1 if case in ("missing", "tracing", "compiling") else 3
     what, where, waits = (
-        text.replace("{odd}", str(odd)).replace("{call}", str(call)) for text in CASES[case]
+        text.replace("{who}", WHO).replace("{odd}", str(odd)).replace("{call}", str(call))
+        for text in CASES[case]
     )
     # Any of the others may be the one that is compared with the odd one.
     what = what.replace("processes 0 and", r"processes \d and").replace(
@@ -190,6 +192,17 @@ def test_it_is_named(case, count, run):
         assert "done" not in found.text(odd)
         found.wait([odd], "ValueError: guard: processes .*; make them equal")
     for rank in set(ranks) - {odd}:  # the status that was asked for, or that of the error
+        assert found.processes[rank].wait(400) != 0, found.all()
+
+
+def test_the_stages_of_a_killed_process_are_named(run):
+    """Of a pipeline over four processes, whose losses were those of one device."""
+    found = run("pipeline", 4)
+    for pattern in ("process 2 is gone, killed or crashed", r"process 2 \(pp=2\): gone for .*"):
+        found.wait([0, 1, 3], pattern)
+        assert all(found.is_soon(rank, pattern) for rank in (0, 1, 3)), found.all()
+    for rank in (0, 1, 3):
+        assert "loss 2 is that of one device" in found.text(rank), found.all()
         assert found.processes[rank].wait(400) != 0, found.all()
 
 
@@ -360,7 +373,7 @@ def test_of_processes_that_nothing_is_known_of_nothing_is_said(capfd):
     program = program_of("step", jax.jit(total).trace(x), (x,), {})
     call = GuardedCall(1, "step", 60.0, 7, watch(), is_jitted=True, program=program)
     state = {**asdict(ProcessState(rank=1)), "ago": 0.0, "gone": None}
-    report(1, 4, {"kind": "alone", "what": "process 0 is gone"}, [state], call)
+    report(1, 4, {"kind": "alone", "what": "process 0 is gone"}, [state], call, mesh)
     said = capfd.readouterr().err
     assert "waits for process 0 in call 1 of 'step': the first collective that needs it" in said
     assert not re.search(r"process(es)? [\d, ]*[23]", said)

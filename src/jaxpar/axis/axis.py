@@ -27,7 +27,7 @@ from jaxpar.arguments.dtypes import (
 )
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
@@ -221,7 +221,7 @@ class Ring(Axis):
         return replace(self, names=names, size=prod(sizes[name] for name in names))
 
     def shift(self, tree: Any, offset: int) -> Any:
-        (tree,) = vary_alike(self.names, tree)
+        tree = vary_over(self.names, tree)
         if offset % self.size == 0:
             return tree
         return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
@@ -231,9 +231,9 @@ class Ring(Axis):
 
         Against the walk, moves sums that are `hops + 1` away from their owner.
         """
+        (tree,) = vary_alike(self.names, tree)
         if self.walk is None:
             return self.shift(tree, direction)
-        (tree,) = vary_alike(self.names, tree)
         walk = self.walk
         return self._permuted(tree, [(p, walk.next(p, direction, hops)) for p in range(self.size)])
 

@@ -1,5 +1,6 @@
-"""Jaxprs inside equations, and the names of collectives among primitives."""
+"""Jaxprs inside equations, their lines, and the names of collectives among primitives."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ COLLECTIVES = {
     *LAX_NAMES.values(),
     *("all_to_all", "pmax", "pmin", "ppermute", "precv", "psend", "ragged_all_to_all"),
 }
+_NOT_OWN = str(Path(jax.__file__).parent), str(Path(__file__).parents[1])
 
 
 def subjaxprs(params: dict[str, Any]) -> list[core.Jaxpr]:
@@ -45,3 +47,10 @@ def named_axes(jaxpr: core.Jaxpr) -> set[str]:
 
 def type_of(x: core.Var | core.Literal) -> Any:
     return x.aval
+
+
+def user_line(eqn: core.JaxprEqn) -> str:
+    """Returns where the user's program made an equation, such as ` at model.py:12`."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    own = (frame for frame in frames if not frame.file_name.startswith(_NOT_OWN))
+    return next((f" at {Path(frame.file_name).name}:{frame.line_num}" for frame in own), "")

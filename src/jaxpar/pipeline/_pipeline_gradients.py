@@ -38,7 +38,8 @@ def value_and_grad(
       stage_fn: `(layers, x, microbatch) -> x` of one stage, whose leaves of `layers` are
         `[layers of a stage, ...]`, such as for `jax.lax.scan`. The pytree x keeps its structure,
         shapes and dtypes, which are floats. For recomputation wrap it in `jax.checkpoint`. A pair
-        of activations and a sum of auxiliary losses is a pytree, too.
+        of activations and a sum of auxiliary losses is a pytree, too. Other values that it closes
+        over, such as masks, get no gradient here.
       first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
         of x, as in `mean_loss`. All devices compute a part, and may use collectives over `axis`.
@@ -60,7 +61,7 @@ def value_and_grad(
       ValueError: the schedule is for another number of devices; `virtual_stages` does not divide
         the layers of a device; a leaf of `layers` is replicated over `axis`; `microbatches` does
         not divide a batch leaf; the devices do not divide `last_dim`; a stage uses a collective
-        over `axis`; or as in `mean_value_and_grad`.
+        over `axis`, or closes over parameters; or as in `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
     cotangent once to a neighbour, during a stage's work. It holds the residuals of
@@ -85,13 +86,12 @@ def value_and_grad(
     """
 
     def call(layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-        ring = bind(axis)
+        ring, given = bind(axis), {"layers": layers, "shared": shared}
         _check_schedule(schedule, ring)
         layers = as_arrays("layers", layers)
         check_own_leaves("layers", layers, ring, "layers", "shard dimension 0 in in_specs")
         batch = as_arrays("batch", batch)
-        cut = partial(cut_batch, schedule.microbatches)
-        microbatches = jax.tree_util.tree_map_with_path(cut, batch)
+        batch = jax.tree_util.tree_map_with_path(partial(cut_batch, schedule.microbatches), batch)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
             layers, shared = params
@@ -106,9 +106,10 @@ def value_and_grad(
             schedule,
             ring,
             last_dim,
+            given,
         )
         axes = *ring.names, *(axis_names(batch_axes) if batch_axes else ())
-        return mean_value_and_grad(loss_fn, axes, specs=specs)((layers, shared), microbatches)
+        return mean_value_and_grad(loss_fn, axes, specs=specs)((layers, shared), batch)
 
     call.__qualname__ = "value_and_grad"
     return public(call, over=axis)

@@ -16,7 +16,7 @@ all devices. Three devices with two stages each, and three microbatches:
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from os import PathLike
 from typing import NamedTuple
@@ -117,14 +117,12 @@ class PipelineSchedule:
                             f"PipelineSchedule: device {device} has {both} in trip {trip}; start "
                             "or end one of their microbatches in another trip"
                         )
+
+        def of(device: int, trip: int) -> PipelineTrip:
+            return PipelineTrip(found.get((device, trip, 0)), found.get((device, trip, 1)))
+
         trips = range(max(self.ends) + 1)
-        return [
-            [
-                PipelineTrip(found.get((device, trip, 0)), found.get((device, trip, 1)))
-                for trip in trips
-            ]
-            for device in range(self.devices)
-        ]
+        return [[of(device, trip) for trip in trips] for device in range(self.devices)]
 
     def bubble(self, forward: float = 1.0, backward: float = 2.0) -> float:
         """Returns the share of its time that a device is idle, given the times of a stage."""
@@ -186,7 +184,14 @@ def interleaved_1f1b(
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM" (2021).
     """
-    return _schedule(devices, microbatches, virtual_stages)
+    devices = check_whole("devices", devices, 1)
+    microbatches = check_whole("microbatches", microbatches, 1)
+    virtual = check_whole("virtual_stages", virtual_stages, 1)
+    # A microbatch comes back after `devices` trips. So groups of `devices` microbatches enter.
+    groups = (divmod(number, devices) for number in range(microbatches))
+    starts = tuple(group * devices * virtual + number for group, number in groups)
+    ends = tuple(2 * devices * virtual + start for start in starts)
+    return PipelineSchedule(devices, virtual, starts, ends)
 
 
 @public
@@ -199,7 +204,7 @@ def one_f_one_b(devices: Integer, microbatches: Integer) -> PipelineSchedule:
 
     Source: Narayanan et al., "PipeDream" (2019).
     """
-    return _schedule(devices, microbatches)
+    return interleaved_1f1b(devices, microbatches)
 
 
 @public
@@ -214,22 +219,9 @@ def gpipe(devices: Integer, microbatches: Integer) -> PipelineSchedule:
 
     Source: Huang et al., "GPipe" (2019).
     """
-    return _schedule(devices, microbatches, all_first=True)
-
-
-def _schedule(
-    devices: Integer, microbatches: Integer, virtual_stages: Integer = 1, all_first: bool = False
-) -> PipelineSchedule:
-    devices = check_whole("devices", devices, 1)
-    microbatches = check_whole("microbatches", microbatches, 1)
-    virtual = check_whole("virtual_stages", virtual_stages, 1)
-    # A microbatch comes back after `devices` trips. So groups of `devices` microbatches enter.
-    groups = (divmod(number, devices) for number in range(microbatches))
-    starts = tuple(group * devices * virtual + number for group, number in groups)
-    # The first backward pass of the last stage: after the first loss, or after all of them.
-    first = devices * virtual + 1 + (starts[-1] if all_first else 0)
-    ends = tuple(first + start + devices * virtual - 1 for start in starts)
-    return PipelineSchedule(devices, virtual, starts, ends)
+    schedule = interleaved_1f1b(devices, microbatches)
+    ends = tuple(end + schedule.starts[-1] for end in schedule.ends)
+    return replace(schedule, ends=ends)
 
 
 def _most_alive(trips: Sequence[PipelineTrip]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.checks import check_dim, check_own
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.varying import vary_over, varying_axes, zeros_alike
 from jaxpar.compiler.control_flow import cond
 from jaxpar.compiler.unwritten_memory import unwritten
 from jaxpar.layers._gradients import SHARE, widened
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
-from jaxpar.pipeline._stage_residuals import StageResiduals, residuals_of
+from jaxpar.pipeline._stage_residuals import StageResiduals, check_closed_over, residuals_of
 from jaxpar.pipeline._trip_numbers import trip_numbers
 
 
@@ -36,16 +37,13 @@ def chosen(condition: Any, one: Any, other: Any) -> Any:
     return jax.tree.map(partial(jnp.where, condition), one, other)
 
 
-def zeros_like_type(x: Any, dtype: Any = None) -> Any:
-    return vary_over(varying_axes(x), jnp.zeros(x.shape, dtype or x.dtype))
-
-
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """The functions of a model, its schedule, and the ring of its devices.
 
     Attributes:
       last_dim: dimension of a stage's result. For `last`, each device has its part along it.
+      given: parameters as the user has them.
     """
 
     stage: Callable[..., Any]
@@ -54,6 +52,7 @@ class Pipeline:
     schedule: PipelineSchedule
     ring: Ring
     last_dim: int
+    given: dict[str, Any]
 
     def firsts(self, shared: Any, batch: Any) -> Any:
         """Returns what enters the first stage, of all microbatches."""
@@ -62,8 +61,7 @@ class Pipeline:
 
     def losses(self, microbatch: Any, shared: Any, part: Any) -> tuple[Any, Any]:
         """Returns the sum of this device's losses, and its weight."""
-        loss, weight = self.last(shared, part, microbatch)
-        loss, weight = widened(jnp.asarray(loss)), widened(jnp.asarray(weight))
+        loss, weight = (widened(jnp.asarray(x)) for x in self.last(shared, part, microbatch))
         check_own("loss_sum", loss, self.ring, "a share", SHARE, operand=False)
         return vary_over(self.ring.names, (loss, weight))
 
@@ -126,16 +124,18 @@ def pipelined(how: Pipeline, stages: Any, shared: Any, batch: Any) -> tuple[Any,
 def _forward(how: Pipeline, stages: Any, shared: Any, batch: Any) -> Any:
     numbers = trip_numbers(how.schedule)
     entering, pull = jax.vjp(lambda shared: how.firsts(shared, batch), shared)
-    x, kept = _traced(how, at(stages, 0), at(entering, 0), at(batch, 0))
-    entered = jax.tree.map(lambda e, x: vary_over(varying_axes(x), e), entering, x)
+    one = vary_over(how.ring.names, at(batch, 0))  # as in a trip, where devices have different ones
+    x, kept, leaves = _traced(how, at(stages, 0), at(entering, 0), one)
+    like_x = partial(jax.tree.map, lambda x, e: vary_over(varying_axes(x), e), x)
+    entered, pull_entered = jax.vjp(like_x, entering)
     run = PipelineRun(how, kept, stages, shared, batch, how.ring.index(), x)
-    state = run.start(numbers.slots, entered)
+    state = run.start(numbers.slots, entered, leaves)
     for forward, backward, trips in numbers.stretches():
         step = partial(run.trip, forward, backward)
-        state, _ = lax.scan(step, state, jax.tree.map(jnp.asarray, trips))
+        state, _ = lax.scan(step, state, jax.tree.map(itemgetter(trips), numbers[:3]))
     left = jax.tree.map(lambda x: x[:-1], state["ends"])
     of_entering = chosen(run.index == 0, left, jax.tree.map(jnp.zeros_like, left))
-    d_shared = added(state["d_shared"], pull(of_entering)[0])
+    d_shared = added(state["d_shared"], pull(*pull_entered(of_entering))[0])
     gradients = jax.tree.map(
         lambda g, p: g.astype(p.dtype), (state["d_stages"], d_shared), (stages, shared)
     )
@@ -143,22 +143,22 @@ def _forward(how: Pipeline, stages: Any, shared: Any, batch: Any) -> Any:
 
 
 def _backward(how: Pipeline, gradients: Any, cts: Any) -> Any:
-    ct, _ = cts
-    return *jax.tree.map(lambda g: g * ct.astype(g.dtype), gradients), None
+    return *jax.tree.map(lambda g: g * cts[0].astype(g.dtype), gradients), None
 
 
 pipelined.defvjp(_forward, _backward)
 
 
 def _traced(how: Pipeline, params: Any, x: Any, microbatch: Any) -> Any:
-    """Returns zeros like `x`, varying over all axes that a stage's result varies over."""
+    """Returns zeros of the type of a stage's result, and what it keeps: how, and the types."""
     x = jax.tree.map(jnp.zeros_like, x)
     while True:
         kept = residuals_of(how.stage, how.ring, params, x, microbatch)
-        y, _ = kept.forward(params, x, microbatch)  # for its type
+        check_closed_over(kept.closed, how.given)
+        y, leaves = kept.forward(params, x, microbatch)  # for their types
         wider = jax.tree.map(lambda x, y: vary_over(varying_axes(y), x), x, y)
-        if varying_axes(wider) == varying_axes(x):
-            return x, kept
+        if jax.tree.map(varying_axes, wider) == jax.tree.map(varying_axes, x):
+            return x, kept, leaves
         x = wider
 
 
@@ -182,15 +182,14 @@ class PipelineRun:
     index: Any
     zero: Any
 
-    def start(self, slots: int, entering: Any) -> dict[str, Any]:
+    def start(self, slots: int, entering: Any, leaves: list[Any]) -> dict[str, Any]:
         """Returns the state before the first trip."""
-        zero, one = self.zero, at(self.batch, 0)
-        _, leaves = self.kept.forward(at(self.stages, 0), zero, one)  # for their types
+        zero = self.zero
         part = _part(zero, 0, self.how.ring.size, self.how.last_dim)
-        sums = self.how.losses(one, self.shared, part)  # for their types
+        sums = self.how.losses(at(self.batch, 0), self.shared, part)  # for their types
 
         def wide(p: Any) -> Any:
-            return zeros_like_type(p, addition_dtype(p.dtype))
+            return zeros_alike(p.shape, addition_dtype(p.dtype), p)
 
         return {
             **dict.fromkeys(("arrived", "y"), zero),  # from the stage before; the newest result
@@ -204,7 +203,7 @@ class PipelineRun:
             ],
             "d_stages": jax.tree.map(wide, self.stages),
             "d_shared": jax.tree.map(wide, self.shared),
-            "sums": jax.tree.map(zeros_like_type, sums),
+            "sums": jax.tree.map(jnp.zeros_like, sums),
         }
 
     def trip(self, forward: bool, backward: bool, state: dict[str, Any], numbers: Any) -> Any:
@@ -255,8 +254,8 @@ class PipelineRun:
 
     def _backward(self, state: dict[str, Any], own: Any, ct: Any) -> dict[str, Any]:
         params, microbatch = at(self.stages, own.virtual), at(self.batch, own.microbatch)
-        pull = self.kept.pullback(params, self.zero, microbatch, at(state["stash"], own.slot))
-        of_params, dx = pull(ct)
+        leaves = at(state["stash"], own.slot)
+        of_params, dx = self.kept.pullback(params, self.zero, microbatch, leaves)(ct)
         sums = added(at(state["d_stages"], own.virtual), of_params)
         return {
             **state,

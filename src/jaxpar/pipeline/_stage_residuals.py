@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.axis.axis import Ring
-from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs, user_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,22 +49,26 @@ class StageResiduals:
 def residuals_of(
     stage: Callable[..., Any], ring: Ring, params: Any, x: Any, microbatch: Any
 ) -> StageResiduals:
-    trees: list[Any] = []
+    def forward(params: Any, x: Any, microbatch: Any) -> tuple[Any, Any]:
+        return jax.vjp(lambda params, x: stage(params, x, microbatch), params, x)
 
-    def forward(params: Any, x: Any, microbatch: Any) -> Any:
-        y, pullback = jax.vjp(lambda params, x: stage(params, x, microbatch), params, x)
-        leaves, of_pullback = jax.tree.flatten(pullback)
-        y, of_y = jax.tree.flatten(y)
-        trees[:] = of_y, of_pullback
-        return [*y, *leaves]
-
-    closed = jax.make_jaxpr(forward)(params, x, microbatch)
+    closed, out = jax.make_jaxpr(forward, return_shape=True)(params, x, microbatch)
     _check_collectives(closed.jaxpr, ring)
-    of_y, of_pullback = trees
-    start, count = (len(jax.tree.leaves(tree)) for tree in (params, x))
-    is_x = [start <= number < start + count for number in range(len(closed.jaxpr.invars))]
+    of_y, of_pullback = map(jax.tree.structure, out)
+    is_x = [tree is x for tree in (params, x, microbatch) for _ in jax.tree.leaves(tree)]
     kept = _depends(closed.jaxpr, is_x)[of_y.num_leaves :]
     return StageResiduals(closed, of_y, of_pullback, kept)
+
+
+def check_closed_over(closed: ClosedJaxpr, given: Any) -> None:
+    """Refuses parameters among the values that a stage closes over."""
+    for (argument, *path), leaf in jax.tree_util.tree_leaves_with_path(given):
+        if any(leaf is value for value in closed.consts):
+            place = f"{argument.key}{jax.tree_util.keystr(tuple(path))}"
+            raise value_error(
+                f"stage_fn closes over {place}, which gets no gradient there; give each stage a "
+                "copy in layers, or close over jax.lax.stop_gradient of it"
+            )
 
 
 def _depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -110,8 +114,9 @@ def _check_collectives(jaxpr: Jaxpr, ring: Ring) -> None:
         axes = {leaf for leaf in jax.tree.leaves(list(eqn.params.values())) if type(leaf) is str}
         if name in COLLECTIVES and axes & set(ring.names):
             raise value_error(
-                f"stage_fn uses {name} over {ring}, along which devices compute other microbatches;"
-                " leave it out: the pipeline itself sends what a stage returns to the next one"
+                f"stage_fn uses {name} over {ring}{user_line(eqn)}, where devices compute other "
+                "microbatches; leave it out: the pipeline itself sends what a stage returns to the "
+                "next one"
             )
         for body in subjaxprs(eqn.params):
             _check_collectives(body, ring)

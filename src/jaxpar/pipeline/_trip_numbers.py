@@ -37,21 +37,17 @@ class TripNumbers(NamedTuple):
     loss: Any  # [trips], the microbatch whose loss is computed; -1: none
     slots: int
 
-    def stretches(self) -> list[tuple[bool, bool, Any]]:
-        """Returns whether there are forward and backward passes, and the trips' numbers."""
+    def stretches(self) -> list[tuple[bool, bool, slice]]:
+        """Returns whether there are forward and backward passes, and the trips."""
         runs = np.any(self.backward.runs, axis=1)
         first, length = int(np.argmax(runs)), len(runs)
         end = int(np.flatnonzero(self.loss >= 0)[-1])  # a loss is one trip behind its forward pass
         bounds = 0, min(first, end), max(first, end), length
         return [
-            (start < end, start >= first, self._between(start, stop))
+            (start < end, start >= first, slice(start, stop))
             for start, stop in pairwise(bounds)
             if start < stop
         ]
-
-    def _between(self, start: int, stop: int) -> Any:
-        halves = [type(half)(*(x[start:stop] for x in half)) for half in self[:2]]
-        return *halves, self.loss[start:stop]
 
 
 def trip_numbers(schedule: PipelineSchedule) -> TripNumbers:

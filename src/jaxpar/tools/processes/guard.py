@@ -31,7 +31,8 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
     """Watches a step: after a time limit, every process prints what each one is executing.
 
     All print what is wrong at the limit, if a process is gone, or if programs differ. They name the
-    first collective that needs a missing process.
+    first collective that needs a missing process, and each process's place in the mesh of a jitted
+    function's arguments: `process 2 (pp=2)` has the stages of device 2 along a pipeline.
 
     Each new program of a jitted function is compared before it is compiled. If programs differ,
     each process whose program has not started raises an error with the first difference. Calls must

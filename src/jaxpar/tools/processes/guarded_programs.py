@@ -77,7 +77,7 @@ class TracedProgram:
             return True
         along = [self.mesh.axis_names.index(axis) for axis in sent.axes]
         other = [place for place in range(self.mesh.devices.ndim) if place not in along]
-        processes = np.vectorize(lambda device: device.process_index)(self.mesh.devices)
+        processes = _processes(self.mesh)
         size = int(np.prod([processes.shape[place] for place in along]))
         groups = processes.transpose([*other, *along]).reshape(-1, size)
         own = (groups == jax.process_index()).any(axis=1)
@@ -117,6 +117,20 @@ def _place(keys: Sequence[Any]) -> str:
     if kind == "[1]":
         return first.strip("[']") + "".join(rest)
     return f"argument {first.strip('[]')}{''.join(rest)}"
+
+
+def _processes(mesh: Mesh) -> np.ndarray:
+    return np.vectorize(lambda device: device.process_index)(mesh.devices)
+
+
+def place_in(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """Returns the indices that all devices of processes share, such as `pp=2, tp=0`."""
+    indices = np.argwhere(np.isin(_processes(mesh), ranks))  # [devices, axes]
+    return ", ".join(
+        f"{axis}={own[0]}"
+        for axis, size, own in zip(mesh.axis_names, mesh.devices.shape, indices.T, strict=True)
+        if size > 1 and len(set(own.tolist())) == 1
+    )
 
 
 def _mesh_of(tree: Any) -> Mesh | None:

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.tools.processes.guarded_programs import place_in
 from jaxpar.tools.processes.meeting import processes_text
 from jaxpar.tools.processes.state import SILENT, absent
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jaxpar.tools.processes.call import GuardedCall
     from jaxpar.tools.processes.guarded_programs import TracedProgram
 
@@ -20,11 +23,16 @@ States = Sequence[Mapping[str, Any]]
 
 
 def report(
-    rank: int, count: int, trouble: Mapping[str, Any], states: States, call: GuardedCall | None
+    rank: int,
+    count: int,
+    trouble: Mapping[str, Any],
+    states: States,
+    call: GuardedCall | None,
+    mesh: Mesh | None,
 ) -> None:
     is_alone = trouble["kind"] == "alone"  # process 0 is gone, so nothing is known of the others
     asked = range(0 if is_alone else count)
-    _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked))])
+    _say(rank, [trouble["what"], *(f"  {line}" for line in _who_is_where(states, asked, mesh))])
     if call is None or call.program is None or trouble["kind"] == "programs":
         return
     missing = [0] if is_alone else absent(states, count, call.number)
@@ -59,14 +67,16 @@ def _say_where(
         )
 
 
-def _who_is_where(states: States, asked: Iterable[int]) -> Iterator[str]:
+def _who_is_where(states: States, asked: Iterable[int], mesh: Mesh | None) -> Iterator[str]:
     places: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for state in states:
         places[_place(state)].append(state)
     for place, there in places.items():
         ranks = [state["rank"] for state in there]
         seconds = max(map(_seconds, there))
-        yield f"{processes_text(ranks)}: {place.replace(_SECONDS, f'{seconds:.1f} s')}"
+        at = place_in(mesh, ranks) if mesh else ""
+        who = f"{processes_text(ranks)} ({at})" if at else processes_text(ranks)
+        yield f"{who}: {place.replace(_SECONDS, f'{seconds:.1f} s')}"
     missing = sorted(set(asked) - {state["rank"] for state in states})
     if missing:
         yield f"{processes_text(missing)}: not known to the board: no guard was reached there"

@@ -245,7 +245,9 @@ class Watch:
             return
         self._printed.add(self.trouble["key"])
         call = self.pending[0] if self.pending else self.active[-1] if self.active else None
-        report(self.rank, self.count, self.trouble, states, call)
+        meshes = [program.mesh for program in list(self.programs.values()) if program.mesh]
+        mesh = meshes[-1] if meshes else None
+        report(self.rank, self.count, self.trouble, states, call, mesh)
         if self.last is not None and self.last.exit_code is not None:
             # The others print it too, so process 0 must keep the board until then.
             sleep(2 * BEAT + 2 * BEAT * (self.rank == 0))
