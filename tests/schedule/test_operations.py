@@ -24,6 +24,7 @@ from jaxpar.tools.program.operations import (
 )
 from jaxpar.tools.timeline.links import ADDED, Links
 from jaxpar.tools.timeline.places import Places
+from jaxpar.tools.timeline.player import Player
 
 # Two FLOPs a second, ten bytes a second in memory, and one over a link.
 CHIP = Chip("test", flops=2.0, hbm=10.0 / REACHED, capacity=1e3, link=1.0, torus=True, latency=0.0)
@@ -215,7 +216,8 @@ def operation(kind, name, *operands, moved=0, **more):
 
 
 def run(*operations):
-    player = Places(Links(LINE, CHIP), Assumptions(), LINE.size).run(Schedule("main", operations))
+    player = Player(Links(LINE, CHIP), Assumptions())
+    Places(player, LINE.size, lambda op: None).run(Schedule("main", operations))
     return player.finish(), player.now
 
 

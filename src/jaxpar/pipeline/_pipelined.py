@@ -168,11 +168,7 @@ def added(sums: Any, more: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
-    """The trips of a pipeline on one device.
-
-    Attributes:
-      zero: zeros of the type of a stage's result.
-    """
+    """The trips of a pipeline on one device; `zero` is of the type of a stage's result."""
 
     how: Pipeline
     kept: StageResiduals
@@ -208,11 +204,10 @@ class PipelineRun:
 
     def trip(self, forward: bool, backward: bool, state: dict[str, Any], numbers: Any) -> Any:
         (of_forward, of_backward), of_loss = at(numbers[:2], self.index), numbers[2]
-        ring = self.how.ring
         # Predictions read the share of idle passes from this name.
         passes = f"passes[bubble={self.how.schedule.bubble():.4f}]"
         # Sent first, so that they travel during the forward pass.
-        arriving = ring.shift(state["dx"], -1) if backward else None
+        arriving = self.how.ring.shift(state["dx"], -1) if backward else None
         part = self.how.shared_out(state["y"], self.index)
         if forward:
             with jax.named_scope(passes):
@@ -227,7 +222,8 @@ class PipelineRun:
                 state = self._backward(state, of_backward, ct)
         # What was sent arrives within the trip. Otherwise compilers for GPUs send in the next trip,
         # right before its use, where nothing hides the hop.
-        state["arrived"], state["dx"] = lax.optimization_barrier((state["arrived"], state["dx"]))
+        pairs = state["arrived"], state["dx"]
+        state["arrived"] = jax.tree.map(lambda *pair: lax.optimization_barrier(pair)[0], *pairs)
         return state, None
 
     def _forward(self, state: dict[str, Any], own: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
+from jaxpar.tools.explain.explained import idle_lines
 from jaxpar.tools.private_names import write_text
 
 NOTE = (
@@ -169,7 +170,7 @@ def notes(report: TargetResults) -> list[str]:
                 f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
                 "of HBM of a device"
             )
-    found += dict.fromkeys(line for p in report.predictions for line in p.timeline.idle())
+    found += dict.fromkeys(line for p in report.predictions for line in idle_lines(p.timeline))
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
         found.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")

@@ -1,5 +1,8 @@
 """Simulates a program on all devices, which may take different branches."""
 
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
@@ -11,21 +14,41 @@ from jaxpar.tools.program.operations import (
     Collective,
     Conditional,
     Loop,
+    Operation,
     Schedule,
 )
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.player import Assumptions, Player
 
 
-class Places:
+@runtime_checkable
+class PlayedDevice(Protocol):
+    """One device, or several that do the same: a player."""
+
+    now: float
+
+    @property
+    def end(self) -> float: ...
+
+    @property
+    def computed(self) -> float: ...
+
+    def clone(self) -> Any: ...
+
+    def step(self, operation: Operation, others: float = 0.0) -> None: ...
+
+    def computing(self, schedule: Schedule) -> float: ...
+
+
+Player = TypeVar("Player", bound=PlayedDevice)
+
+
+class Places(Generic[Player]):
     """Devices in groups that have taken the same branches.
 
     Each group has a player. A collective begins when the last of its devices comes to it.
     """
 
-    def __init__(self, links: Links, assumed: Assumptions, devices: int) -> None:
-        self.assumed = assumed
-        self.players = [Player(links, assumed)]
+    def __init__(self, player: Player, devices: int, assumed: Callable[[str], int | None]) -> None:
+        self.players, self._assumed = [player], assumed  # the trips of a loop of unknown length
         self.place = np.zeros(devices, int)  # of each device: the number of its player
         self.active = [0]  # players that run the current schedule
         self.unknown: dict[str, None] = {}  # names of loops of unknown length, in order
@@ -57,7 +80,7 @@ class Places:
         if trips is None and state:
             trips = state.trips()
         if trips is None:
-            trips = self.assumed.trips_of(loop.op)
+            trips = self._assumed(loop.op)
         if trips is None:
             self.unknown[loop.name] = None
         for trip in range(1 if trips is None else trips):
@@ -70,7 +93,7 @@ class Places:
         elif source:
             taken = scope.branch(source)
         if taken is None:  # data decide: the branch that computes the longest
-            lengths = list(map(self.players[0].length, conditional.runs))
+            lengths = list(map(self.players[0].computing, conditional.runs))
             taken = np.array([lengths.index(max(lengths))])
         around, first = self.active, len(self.players)
         branches = self._parted(np.broadcast_to(taken, self.place.shape))

@@ -33,11 +33,11 @@ from jaxpar.tools.timeline.frameworks import (
     donated_inside,
     traced_for,
 )
-from jaxpar.tools.timeline.idle import idle_lines, idle_share
+from jaxpar.tools.timeline.idle import idle_share
 from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.places import Places
-from jaxpar.tools.timeline.player import Assumptions
+from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
 
 _FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
@@ -349,10 +349,6 @@ class Timeline:
         computed = (event for event in self.events if event.kind == "compute")
         return sum((event.seconds * idle_share(event.op) for event in computed), 0.0)
 
-    def idle(self) -> list[str]:
-        """Returns lines about the bubble, and places that compute longer than others."""
-        return idle_lines(self.bubble, self.total, self.compute_by_place)
-
     @property
     def is_least(self) -> bool:
         """Returns whether `total` is only a lower limit: part of a loop or kernel is missing."""
@@ -394,8 +390,8 @@ def timeline(
     """
     chip = figures_of(program.target, chip)
     links = Links(program.target.mesh, chip)
-    module = program.module
-    places = Places(links, assumed or Assumptions(), module.hlo.partitions)
+    module, assumed = program.module, assumed or Assumptions()
+    places = Places(Player(links, assumed), module.hlo.partitions, assumed.trips_of)
     player = places.run(module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
