@@ -42,7 +42,8 @@ def _run(args: argparse.Namespace) -> None:
     from language_model.wire import describe
 
     model, training = args.model, args.training
-    how = {name: getattr(args, name) for name in ("microbatches", "mode", "dispatch", "wire_dtype")}
+    options = ("microbatches", "mode", "dispatch", "wire_dtype", "virtual_stages")
+    how = {name: getattr(args, name) for name in options}
     others = [curves.read(path) for path in args.compare]  # before minutes of work
     if args.plot_loads:
         loads.check(others)

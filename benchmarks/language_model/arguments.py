@@ -21,6 +21,7 @@ number of processes, has the same loss curve.
 """
 EPILOG = """\
 mesh axes:
+  pp    the layers are divided into stages, through which microbatches pass
   dp    the batch is divided, each device has all weights
   fsdp  the batch and the weights are divided; weights are gathered where they are used
   ep    the batch and the experts are divided; tokens travel to their experts and back
@@ -31,6 +32,7 @@ What does not divide (batch, sequence, heads, hidden, vocabulary, experts) is pa
 examples:
   python benchmarks/language_model --mesh dp=2,fsdp=2,tp=2
   python benchmarks/language_model --mesh fsdp=4,tp=2 --dtype bfloat16 --microbatches 2
+  python benchmarks/language_model --mesh pp=2,tp=2,dp=2 --microbatches 4 --virtual-stages 2
   python benchmarks/language_model --mesh dp=2,ep=4 --experts 16 --top-k 2
   python benchmarks/language_model --mesh fsdp=4,tp=2 --wire-dtype int8
   python benchmarks/language_model --mesh dp=1 --log one.json
@@ -95,8 +97,8 @@ def _hidden(width: int, parts: int) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    mesh_axes(args.mesh)
-    for name in ("microbatches", "save_every", "print_every"):
+    pipelined = mesh_axes(args.mesh)["pp"] != 1
+    for name in ("microbatches", "virtual_stages", "save_every", "print_every"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} must be at least 1, got {getattr(args, name)}")
@@ -112,6 +114,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--compare draws curves over each other; give --plot FILE.png as well")
     if args.plot_loads and not args.experts:
         raise UsageError("--plot-loads draws those of experts; give --experts as well")
+    if args.plot_loads and pipelined:
+        raise UsageError("--plot-loads: a pipeline tells no loads; leave pp out of --mesh")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +141,14 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
         help=f"sizes of {', '.join(AXES)}; 1 where left out, -1 for the rest of the devices "
         "(default: %(default)s)",
     )
-    add("--microbatches", type=int, default=1, metavar="N", help="gradients summed before a step")
+    add(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="gradients summed before a step; with pp, what passes through the stages",
+    )
+    add("--virtual-stages", type=int, default=1, metavar="N", help="of each device of pp")
     add("--mode", choices=MODES, default="auto", help="of the matmuls and gathers")
     add(
         "--wire-dtype",

@@ -26,6 +26,7 @@ def record(trainer: Trainer, text: str, result: Result) -> dict[str, Any]:
         "processes": jax.process_count(),
         "mesh": mesh_text(trainer.mesh),
         "microbatches": trainer.microbatches,
+        "virtual_stages": trainer.virtual_stages,
         "mode": trainer.mode,
         "dispatch": trainer.dispatch,
         "wire_dtype": wire.to_json(trainer.wire_dtype),

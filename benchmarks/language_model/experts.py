@@ -34,12 +34,12 @@ def mixture(
     )
 
 
-def no_statistics(model: Model) -> Statistics | None:
+def no_statistics(model: Model, layers: int) -> Statistics | None:
     """Returns a place for each layer's statistics, `[layers, ...]`, to be handed on by layers."""
     if not model.experts:
         return None
-    whole, real = (jnp.zeros(model.layers, dtype) for dtype in ("int32", model.weight_dtype))
-    loads = jnp.zeros((model.layers, model.experts), "int32")
+    whole, real = (jnp.zeros(layers, dtype) for dtype in ("int32", model.weight_dtype))
+    loads = jnp.zeros((layers, model.experts), "int32")
     return Statistics(loads, whole, whole, real, real, real, real)
 
 

@@ -9,14 +9,18 @@ from jaxpar.tools.cli.console import UsageError, require_extra
 
 
 def check(runs: Sequence[dict[str, Any]]) -> None:
-    """Raises UsageError if a run had no experts."""
+    """Raises UsageError if a run did not tell the loads of all its steps."""
     for run in runs:
-        if not run.get("experts"):
-            raise UsageError(f"--plot-loads: the run on mesh {run['mesh']} has no experts")
+        if not 0 < len(run.get("experts", ())) == len(run["losses"]):
+            raise UsageError(
+                f"--plot-loads: the run on mesh {run['mesh']} has no experts, or steps on pp, "
+                "which tell no loads; leave it out"
+            )
 
 
 def draw(path: str, runs: Sequence[dict[str, Any]]) -> None:
     """Draws a column a run: each expert's share, and below it the largest load over the mean."""
+    check(runs)
     figure = require_extra("matplotlib.figure", "train").Figure(
         figsize=(1 + 3.6 * len(runs), 5.2), layout="constrained", dpi=200
     )

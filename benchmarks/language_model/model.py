@@ -1,6 +1,6 @@
 """The decoder transformer on one device's blocks: the same text for every mesh."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,80 +21,116 @@ from jaxpar.layers import (
     vocab_parallel_embedding,
 )
 from jaxpar.layout import Layout
-from jaxpar.moe import Statistics
 from language_model.config import Model, Training
 from language_model.data import IGNORE, PADDING
 from language_model.experts import append, mixture, no_statistics, router_loss
 from language_model.parallel import AXES, sequence_order
 
-LossSum = Callable[[Any, Array, Array], tuple[tuple[Array, Array], Any]]
 
+@dataclass(frozen=True)
+class Decoder:
+    """The functions of a device's blocks that are differentiated: together, or as a pipeline.
 
-def loss_sum(
-    model: Model,
-    layout: Layout,
-    mode: str = "auto",
-    dispatch: str = "auto",
-    training: Training | None = None,
-    wire_dtype: LowBit | None = None,
-) -> LossSum:
-    """Returns the function of a device's blocks that `layers.mean_value_and_grad` differentiates.
+    `batch` is `(tokens, labels)`: int32[b, s/cp] and int32[b, s/(cp*tp)]. What goes from layer to
+    layer is `(x, of_routers)`: x, [b, s/(cp*tp), d], and the sum, over this device's labels that
+    count, of the losses of routers so far; None without.
 
-    Args:
+    Attributes:
       model: the sizes.
       layout: of the weights, from `lay_out`.
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
       training: for the losses of the experts' routers, which are left out without.
       wire_dtype: how what is gathered travels; None: as it is.
-
-    Returns:
-      `(params, tokens, labels) -> ((loss, weight), statistics)`: the sums, over this device's own
-      tokens, of the losses and of the labels that count; and `jaxpar.moe.Statistics` of each layer,
-      stacked, or None. tokens are int32[b, s/cp], labels int32[b, s/(cp*tp)].
     """
 
-    tp, fsdp = (Axis(name, mode=mode, wire_dtype=wire_dtype) for name in ("tp", "fsdp"))
-    dims, dims_of_layers = layout.fsdp_dims(), layout.under("layers").fsdp_dims(stacked=1)
+    model: Model
+    layout: Layout
+    mode: str = "auto"
+    dispatch: str = "auto"
+    training: Training | None = None
+    wire_dtype: LowBit | None = None
 
-    def function(
-        params: Any, tokens: Array, labels: Array
-    ) -> tuple[tuple[Array, Array], Statistics | None]:
-        routers = params["layers"].get("router")
-        # Weights travel in the dtype of the arithmetic; their gradients are summed in float32.
-        params = jax.tree.map(lambda w: w.astype(model.dtype), params)
-        if model.experts:  # a choice between experts does not bear rounding
-            params["layers"]["router"] = routers
-        embedding = gather(params, "embedding")  # [V/tp, d]
-        x = vocab_parallel_embedding(tokens, embedding, tp, sequence_dim=-2)
-        # x: [b, s/(cp*tp), d], and so it stays from layer to layer
+    def loss_sum(self, params: Any, tokens: Array, labels: Array) -> Any:
+        """Returns `((loss, weight), statistics)`, for `layers.mean_value_and_grad`.
 
-        scan = scan_naively if mode == "naive" else fsdp_scan
-        layer = partial(apply_layer, labels != PADDING)
-        state = (x, no_statistics(model))
-        x, found = scan(layer, params["layers"], state, fsdp, dim=dims_of_layers)
-        x = rms_norm(x, params["final_norm"])
-        logits = embedding.T if model.tied else gather(params, "logits")  # [d, V/tp]
+        Those are the sums, over this device's tokens, of the losses and of the labels that count;
+        and `jaxpar.moe.Statistics` of each layer, stacked, or None.
+        """
+        table = self._gather(params, "embedding")  # [V/tp, d]
+        state = self._look_up(table, tokens)
+        state, found = self.apply(params["layers"], state, (tokens, labels))
+        logits = table.T if self.model.tied else self._gather(params, "logits")  # [d, V/tp]
+        return self._losses(params, logits, state, labels), found
+
+    def first(self, shared: Any, batch: Any) -> Any:
+        """Returns what enters the first stage."""
+        tokens, _ = batch
+        return self._look_up(self._gather(shared, "embedding"), tokens)
+
+    def stage(self, layers: Any, state: Any, batch: Any) -> Any:
+        """Applies the layers of one stage."""
+        return self.apply(layers, state, batch)[0]
+
+    def apply(self, layers: Any, state: Any, batch: Any) -> Any:
+        """Applies stacked layers; returns the state, and their statistics."""
+        (x, of_routers), (_, labels) = state, batch
+        count = len(layers["query"])
+        # A choice between experts does not bear rounding.
+        weights = {k: w if k == "router" else self._cast(w) for k, w in layers.items()}
+        dims = self.layout.under("layers").fsdp_dims(stacked=1)
+        scan = scan_naively if self.mode == "naive" else fsdp_scan
+        layer = partial(self._layer, labels != PADDING)
+        given = x, no_statistics(self.model, count)
+        x, found = scan(layer, weights, given, self._axis("fsdp"), dim=dims)
+        if self.training is not None and found is not None:
+            # Of all tokens: each device has of it what its labels are of all labels.
+            weight = (labels >= 0).sum().astype(of_routers.dtype)
+            share = weight * (count / self.model.layers)
+            of_routers = of_routers + share * router_loss(self.training, found)
+        return (x, of_routers), found
+
+    def last(self, shared: Any, state: Any, batch: Any) -> tuple[Array, Array]:
+        """Returns the loss and the weight of this device's part, over pp, of the sequence."""
+        _, labels = batch
+        tied = self.model.tied
+        logits = self._gather(shared, "embedding").T if tied else self._gather(shared, "logits")
+        return self._losses(shared, logits, state, labels)
+
+    def _look_up(self, table: Array, tokens: Array) -> Any:
+        x = vocab_parallel_embedding(tokens, table, self._axis("tp"), sequence_dim=-2)
+        counted = self.model.experts and self.training is not None
+        return x, jnp.zeros((), self.model.weight_dtype) if counted else None
+
+    def _losses(self, shared: Any, logits: Array, state: Any, labels: Array) -> Any:
+        x, of_routers = state  # x: [b, s/(cp*tp*pp), d]
+        first = lax.axis_index("pp") * x.shape[1]
+        labels = lax.dynamic_slice_in_dim(labels, first, x.shape[1], axis=1)
         losses = vocab_parallel_cross_entropy(
-            x,
+            rms_norm(x, self._cast(shared["final_norm"])),
             logits,
             jnp.maximum(labels, IGNORE),
-            tp,
-            vocabulary=model.vocabulary,
+            self._axis("tp"),
+            vocabulary=self.model.vocabulary,
             sequence_dim=-2,
             ignore_label=IGNORE,
         )
         loss, weight = losses.sum(), (labels >= 0).sum().astype(losses.dtype)
-        if training is not None and found is not None:
-            # Of all tokens: each device has of it what its labels are of all labels.
-            loss = loss + weight * router_loss(training, found).astype(loss.dtype)
-        return (loss, weight), found
+        return loss if of_routers is None else loss + of_routers, weight
 
-    def gather(params: Any, name: str) -> Array:
-        return fsdp_gather(params[name], fsdp, dim=dims[name])
+    def _axis(self, name: str) -> Axis:
+        return Axis(name, mode=self.mode, wire_dtype=self.wire_dtype)
 
-    def apply_layer(is_token: Array, w: Any, state: Any) -> Any:
-        x, found = state
+    def _cast(self, w: Array) -> Array:
+        # Weights travel in the dtype of the arithmetic; their gradients are summed in float32.
+        return w.astype(self.model.dtype)
+
+    def _gather(self, shared: Any, name: str) -> Array:
+        dim = self.layout.fsdp_dims()[name]
+        return fsdp_gather(self._cast(shared[name]), self._axis("fsdp"), dim=dim)
+
+    def _layer(self, is_token: Array, w: Any, state: Any) -> Any:
+        (x, found), tp = state, self._axis("tp")
         normed = rms_norm(x, w["attention_norm"])
         x = x + parallel_attention(
             normed,
@@ -103,22 +139,20 @@ def loss_sum(
             w["value"],
             w["output"],
             tp,
-            attend,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
+            self._attend,
+            heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
         )
         normed = rms_norm(x, w["mlp_norm"])
-        if not model.experts:
+        if not self.model.experts:
             return x + gated_mlp(normed, w["gate"], w["up"], w["down"], tp), found
-        made, new = mixture(model, w, normed, is_token, dispatch, wire_dtype)
+        made, new = mixture(self.model, w, normed, is_token, self.dispatch, self.wire_dtype)
         return x + made, append(found, new)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array) -> Array:
         # q: [b, s/cp, h, e]; k and v: [b, s/cp, g, e]
-        turn = rotary(positions(q.shape[1]), model, q.dtype)
+        turn = rotary(positions(q.shape[1]), self.model, q.dtype)
         return ring_attention(rotate(q, *turn), rotate(k, *turn), v, "cp", order="zigzag")
-
-    return function
 
 
 def scan_naively(layer: Any, stacked: Any, state: Any, axis: Axis, *, dim: Any) -> Any:

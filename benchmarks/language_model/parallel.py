@@ -14,7 +14,7 @@ from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.shared_options import mesh_error
 from language_model.data import PADDING, Batch
 
-AXES = ("dp", "fsdp", "ep", "cp", "tp")
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 BATCH_AXES, SEQUENCE_AXES = ("dp", "fsdp", "ep"), ("cp", "tp")
 TOKENS = PartitionSpec(BATCH_AXES, "cp")  # whole over tp: each device has rows of the table
 LABELS = PartitionSpec(BATCH_AXES, SEQUENCE_AXES)  # like the activations
@@ -51,7 +51,9 @@ def padded_sizes(batch: int, sequence: int, microbatches: int, sizes: Sizes) -> 
     """Returns the batch and sequence that the mesh divides, at least as large as those given."""
     rows = prod(sizes[name] for name in BATCH_AXES) * microbatches
     # Zigzag cuts the sequence into two chunks a device of cp.
-    columns = lcm(2 * sizes["cp"] if sizes["cp"] > 1 else 1, sizes["cp"] * sizes["tp"])
+    zigzag = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
+    # Devices of pp compute the losses of parts of what each has.
+    columns = lcm(zigzag, sizes["cp"] * sizes["tp"] * sizes["pp"])
     return -(-batch // rows) * rows, -(-sequence // columns) * columns
 
 

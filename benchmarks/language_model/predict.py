@@ -25,6 +25,7 @@ def predict(
     mode: str = "auto",
     dispatch: str = "auto",
     wire_dtype: LowBit | None = None,
+    virtual_stages: int = 1,
 ) -> dict[str, Any]:
     """Compiles the step for a target, and returns its times and its memory.
 
@@ -40,6 +41,7 @@ def predict(
         "mode": mode,
         "dispatch": dispatch,
         "wire_dtype": wire.to_json(wire_dtype),
+        "virtual_stages": virtual_stages,
     }
     (*_, found), _ = records_of("language_model.predict", request)
     if "failure" in found:
@@ -78,7 +80,8 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
     devices = list(describe(request["target"], "x=-1").mesh.devices.flat)
     mesh = build_mesh(request["mesh"], devices)
     chosen = describe(request["target"], dict(mesh.shape))
-    options = {name: request[name] for name in ("microbatches", "mode", "dispatch")}
+    names = "microbatches", "mode", "dispatch", "virtual_stages"
+    options = {name: request[name] for name in names}
     options["wire_dtype"] = wire.from_json(request["wire_dtype"])
     model, training = Model(**request["model"]), Training(**request["training"])
     step, args = step_on(chosen.mesh, model, training, **options)
@@ -117,11 +120,18 @@ def step_on(mesh: Any, model: Model, training: Training, **options: Any) -> tupl
 
 
 def make_step(mesh: Any) -> tuple[Any, Any]:
-    """Returns the step of the default sizes on a mesh with all axes, for `jaxpar explain`."""
-    from language_model.arguments import parse
+    """Returns the step of the default sizes on a mesh with all axes, for `jaxpar explain`.
 
+    There are as many microbatches as devices of pp.
+    """
+    from language_model.arguments import parse
+    from language_model.parallel import AXES
+
+    lacking = [f"{name}=1" for name in AXES if name not in mesh.axis_names]
+    if lacking:
+        raise UsageError(f"the mesh must name all axes of the model; add {','.join(lacking)}")
     args = parse([])
-    return step_on(mesh, args.model, args.training)
+    return step_on(mesh, args.model, args.training, microbatches=mesh.shape["pp"])
 
 
 if __name__ == "__main__":

@@ -66,10 +66,11 @@ def _loads(history: History) -> str:
 
 def validate(trainer: Trainer, state: State, text: Text) -> float | None:
     """Returns the mean loss over held-out text."""
-    training, total, count = trainer.training, 0.0, 0.0
+    training, total, count = trainer.training, 0.0, 0
     for batch in validation_batches(
         text, training.batch, training.sequence, training.validation_batches
     ):
-        loss, weight = trainer.evaluate(state["params"], *place_batch(batch, trainer.mesh))
-        total, count = total + float(loss), count + float(weight)
+        loss = trainer.evaluate(state["params"], *place_batch(batch, trainer.mesh))
+        weight = int((batch[1] >= 0).sum())
+        total, count = total + float(loss) * weight, count + weight
     return total / count if count else None

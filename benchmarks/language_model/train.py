@@ -12,15 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar import LowBit, layers
+from jaxpar import LowBit, layers, pipeline
 from jaxpar.layout import Layout
 from jaxpar.tools.cli.console import require_extra
 from language_model.config import Model, Training
-from language_model.model import LossSum, loss_sum
+from language_model.model import Decoder
 from language_model.parallel import AXES, LABELS, TOKENS
-from language_model.weights import initialise, lay_out
+from language_model.weights import check_stages, initialise, lay_out
 
 State = dict[str, Any]  # params, optimizer (its state), and step: int32[]
+
+# (params, tokens, labels) -> ((loss, statistics), gradients)
+Gradient = Callable[[Any, Array, Array], tuple[tuple[Array, Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,14 @@ class Trainer:
 
     Attributes:
       microbatches: pieces of a device's batch whose gradients are summed before they are reduced.
+        Those of a pipeline, too.
       mode: how the matmuls and gathers run.
       dispatch: how tokens reach their experts.
       wire_dtype: how what is gathered travels; None: as it is.
+      virtual_stages: of each device of pp.
+
+    Raises:
+      UsageError: the stages of a pipeline do not divide the layers.
     """
 
     model: Model
@@ -41,11 +49,15 @@ class Trainer:
     mode: str = "auto"
     dispatch: str = "auto"
     wire_dtype: LowBit | None = None
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        check_stages(self.model.layers, self.mesh.shape["pp"], self.virtual_stages)
 
     @cached_property
     def layout(self) -> Layout:
         """How the weights lie on the mesh."""
-        return lay_out(self.model, self.mesh)
+        return lay_out(self.model, self.mesh, self.virtual_stages)
 
     @cached_property
     def of_state(self) -> Layout:
@@ -88,26 +100,38 @@ class Trainer:
             "step": jnp.zeros((), jnp.int32),
         }
 
-    def _loss_sum(self, training: Training | None = None) -> LossSum:
+    def _local(self, training: Training | None, microbatches: int) -> Gradient:
+        """Returns the gradient on a device's blocks: of its own layers, if there is a pipeline."""
         how = self.mode, self.dispatch, training, self.wire_dtype
-        return loss_sum(self.model, self.layout, *how)
+        model, devices = Decoder(self.model, self.layout, *how), self.mesh.shape["pp"]
+        if devices == 1:
+            return layers.mean_value_and_grad(
+                model.loss_sum, AXES, microbatches=microbatches, has_aux=True
+            )
+        schedule = pipeline.interleaved_1f1b(devices, microbatches, self.virtual_stages)
+        others = tuple(name for name in AXES if name != "pp")
+        gradient = pipeline.value_and_grad(
+            *(model.stage, model.first, model.last, schedule, "pp"), batch_axes=others, last_dim=1
+        )
+
+        def local(params: Any, tokens: Array, labels: Array) -> tuple[tuple[Array, None], Any]:
+            shared = {name: leaf for name, leaf in params.items() if name != "layers"}
+            loss, (of_layers, of_shared) = gradient(params["layers"], shared, (tokens, labels))
+            return (loss, None), {**of_shared, "layers": of_layers}
+
+        return local
 
     @cached_property
-    def gradient(self) -> Callable[[Any, Array, Array], tuple[tuple[Array, Any], Any]]:
+    def gradient(self) -> Gradient:
         """Of global arrays: `(params, tokens, labels) -> ((loss, statistics), gradients)`.
 
-        Statistics of experts, or None, are `[microbatches, layers, ...]`.
+        Statistics of experts are `[microbatches, layers, ...]`, and None in a pipeline.
         """
         return jax.shard_map(
-            layers.mean_value_and_grad(
-                self._loss_sum(self.training),
-                AXES,
-                microbatches=self.microbatches,
-                has_aux=True,
-            ),
+            self._local(self.training, self.microbatches),
             mesh=self.mesh,
             in_specs=(self.layout.specs, TOKENS, LABELS),
-            out_specs=(P(), self.layout.specs),
+            out_specs=((P(), P(None, "pp")), self.layout.specs),
         )
 
     @cached_property
@@ -129,17 +153,16 @@ class Trainer:
         return jaxpar.jit(step, mesh=self.mesh, donate_argnums=0, out_shardings=out)
 
     @cached_property
-    def evaluate(self) -> Callable[[Any, Array, Array], tuple[Array, Array]]:
-        """The compiled loss: `(params, tokens, labels) -> (sum of losses, labels that count)`.
+    def evaluate(self) -> Callable[[Any, Array, Array], Array]:
+        """The compiled mean loss, of `(params, tokens, labels)`.
 
-        It is that of the text alone, without the losses of routers.
+        It is that of the text alone, without the losses of routers. The compiler drops gradients.
         """
-        function = self._loss_sum()
 
-        def sums(params: Any, tokens: Array, labels: Array) -> tuple[Array, Array]:
-            return jax.lax.psum(function(params, tokens, labels)[0], AXES)
+        def loss(params: Any, tokens: Array, labels: Array) -> Array:
+            return self._local(None, 1)(params, tokens, labels)[0][0]
 
         mapped = jax.shard_map(
-            sums, mesh=self.mesh, in_specs=(self.layout.specs, TOKENS, LABELS), out_specs=P()
+            loss, mesh=self.mesh, in_specs=(self.layout.specs, TOKENS, LABELS), out_specs=P()
         )
         return jaxpar.jit(mapped, mesh=self.mesh)

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.layers import head_layout
-from jaxpar.layout import REPLICATED, Layout, LayoutError, LayoutMap, Padded
+from jaxpar.layout import REPLICATED, Interleaved, Layout, LayoutError, LayoutMap, Padded
 from jaxpar.tools.cli.console import UsageError
 from language_model.config import Model
 from language_model.parallel import LABELS
@@ -21,7 +21,8 @@ from language_model.parallel import LABELS
 RULES = {
     "embedding": "vocabulary width",
     "logits": "width vocabulary",
-    ".*norm": REPLICATED,
+    "final_norm": REPLICATED,
+    "layers/.*norm": "layers scale",
     "layers/query": "layers width heads",
     "layers/(key|value)": "layers width kv_heads",
     "layers/output": "layers heads width",
@@ -63,7 +64,22 @@ def shapes(model: Model) -> dict[str, Any]:
     )
 
 
-def lay_out(model: Model, mesh: Mesh | AbstractMesh) -> Layout:
+def check_stages(layers: int, devices: int, virtual_stages: int) -> None:
+    """Raises UsageError if stages do not have equally many layers."""
+    if devices == 1 and virtual_stages > 1:
+        raise UsageError(
+            f"--virtual-stages {virtual_stages} is of a pipeline; give pp in --mesh, as in 'pp=2'"
+        )
+    stages = devices * virtual_stages
+    if layers % stages:
+        raise UsageError(
+            f"--layers {layers} does not divide among {stages} stages, of pp={devices} and "
+            f"--virtual-stages {virtual_stages}: {layers} = {layers // stages} x {stages} + "
+            f"{layers % stages}; give --layers {layers + -layers % stages}, or fewer stages"
+        )
+
+
+def lay_out(model: Model, mesh: Mesh | AbstractMesh, virtual_stages: int = 1) -> Layout:
     """Returns how the weights lie on a mesh.
 
     Raises:
@@ -71,7 +87,8 @@ def lay_out(model: Model, mesh: Mesh | AbstractMesh) -> Layout:
     """
     heads = head_layout(model.heads, model.kv_heads, mesh.shape["tp"])
     axes = {
-        **dict.fromkeys(("layers", "choices")),
+        **dict.fromkeys(("scale", "choices")),
+        "layers": Interleaved("pp", virtual_stages),
         "width": "fsdp",
         "vocabulary": Padded("tp"),
         "hidden": Padded("tp"),

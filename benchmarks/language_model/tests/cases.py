@@ -78,11 +78,9 @@ def expected(model, params, batch):
 _of_reference = jax.jit(jax.value_and_grad(reference.loss), static_argnums=(3, 4))
 
 
-def check_float64(
-    mesh, model, *, microbatches=1, mode="auto", dispatch="auto", batch=5, sequence=13, seed=0
-):
+def check_float64(mesh, model, *, batch=5, sequence=13, seed=0, **how):
     """Asserts that loss and gradients are the reference's, and zero where there is padding."""
-    trainer = Trainer(model, TRAINING, build_mesh(mesh), microbatches, mode, dispatch)
+    trainer = Trainer(model, TRAINING, build_mesh(mesh), **how)
     params, data = draw_weights(model, seed), draw_batch(model, batch, sequence, seed)
     loss, grads = loss_and_gradients(trainer, params, data)
     want, truth = expected(model, params, data)

@@ -28,18 +28,29 @@ from language_model.train import Trainer
 
 MESHES = [
     ",".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
-    for sizes in product((1, 2, 4, 8), repeat=5)
-    if prod(sizes) == 8 and sizes[AXES.index("ep")] == 1
+    for sizes in product((1, 2, 4, 8), repeat=len(AXES))
+    if prod(sizes) == 8 and sizes[AXES.index("ep")] == sizes[AXES.index("pp")] == 1
 ]
 EXPERT_MESHES = (
     *("dp=8", "ep=8", "dp=2,ep=4", "ep=4,tp=2", "tp=4,ep=2", "fsdp=4,ep=2", "cp=4,ep=2"),
     *("fsdp=2,ep=2,tp=2", "ep=2,dp=2,fsdp=2", "cp=2,ep=2,tp=2", "ep=3", "tp=2,ep=3"),
 )
+PIPELINES = (  # the mesh, virtual stages, layers, and whether there are experts
+    ("pp=8", 1, 8, False),
+    ("pp=4,tp=2", 2, 8, False),
+    ("pp=2,dp=2,fsdp=2", 3, 6, False),
+    ("pp=2,cp=2,tp=2", 1, 4, False),
+    ("pp=2,fsdp=2,cp=2", 2, 4, False),
+    ("pp=3,tp=2", 1, 3, False),
+    ("pp=2,ep=4", 2, 4, True),
+    ("pp=2,ep=2,tp=2", 1, 2, True),
+    ("pp=2,fsdp=2,ep=2", 2, 4, True),
+)
 DISPATCHES = ("auto", "ragged", "all_gather")
 MODES = ("auto", "naive", "unidirectional", "bidirectional")
 
 
-def draw_model(draw, dtype="float64", **more):
+def draw_model(draw, dtype="float64", layers=None, **more):
     """Sizes of which few are divided by what a mesh has."""
     kv_heads = draw.choice((1, 2, 3, 5, 8))
     return model(
@@ -48,16 +59,16 @@ def draw_model(draw, dtype="float64", **more):
         vocabulary=draw.randint(9, 40),
         hidden=draw.randint(3, 30),
         tied=draw.random() < 0.5,
-        layers=draw.choice((1, 2, 3)),
+        layers=layers or draw.choice((1, 2, 3)),
         dtype=dtype,
         **more,
     )
 
 
-def draw_experts(draw, dtype="float64"):
+def draw_experts(draw, dtype="float64", **more):
     """A model in which some devices of a mesh have an expert less than others, or none."""
     count = draw.randint(2, 11)
-    return draw_model(draw, dtype, experts=count, top_k=draw.randint(1, min(count, 4)))
+    return draw_model(draw, dtype, experts=count, top_k=draw.randint(1, min(count, 4)), **more)
 
 
 def test_there_are_twenty_meshes():
@@ -90,6 +101,22 @@ def test_experts(mesh, dispatch):
             draw_experts(draw),
             mode=draw.choice(MODES),
             dispatch=dispatch,
+            batch=draw.randint(1, 9),
+            sequence=draw.randint(2, 33),
+        )
+
+
+@pytest.mark.parametrize(("mesh", "virtual_stages", "layers", "has_experts"), PIPELINES)
+def test_pipelines(mesh, virtual_stages, layers, has_experts):
+    draw = Random(mesh)
+    with jax.enable_x64(True):
+        check_float64(
+            mesh,
+            (draw_experts if has_experts else draw_model)(draw, layers=layers),
+            microbatches=1 if has_experts else draw.choice((1, 2, 3, 5)),
+            mode=draw.choice(MODES),
+            dispatch=draw.choice(DISPATCHES),
+            virtual_stages=virtual_stages,
             batch=draw.randint(1, 9),
             sequence=draw.randint(2, 33),
         )

@@ -94,7 +94,18 @@ def test_draws_one_curve(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--mesh", "pp=2"], "--mesh pp=2: 'pp=2' is not one of dp, fsdp, ep, cp, tp"),
+        (["--mesh", "sp=2"], "--mesh sp=2: 'sp=2' is not one of pp, dp, fsdp, ep, cp, tp"),
+        (
+            ["--mesh", "pp=2", "--layers", "5", "--virtual-stages", "2"],
+            "--layers 5 does not divide among 4 stages, of pp=2 and --virtual-stages 2: "
+            "5 = 1 x 4 + 1; give --layers 8, or fewer stages",
+        ),
+        (["--mesh", "dp=2", "--virtual-stages", "2"], "is of a pipeline; give pp in --mesh"),
+        (["--virtual-stages", "0"], "--virtual-stages must be at least 1, got 0"),
+        (
+            ["--mesh", "pp=2", "--plot-loads", "a.png", "--experts", "4"],
+            "a pipeline tells no loads; leave pp out of --mesh",
+        ),
         (["--mesh", "dp=16"], "--mesh dp=16 takes 16 devices, but there are 8; use --mesh dp=8"),
         (["--kv-heads", "3"], "2 heads do not divide among 3 key-value heads"),
         (["--heads", "3"], "--width 16 does not divide among --heads 3; give --head-size"),
@@ -142,11 +153,18 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch):
             require_extra(module, "train")
 
 
-def test_predicts_a_step():
-    model = Model(257, 64, 1, 2, 1, 32, 128, dtype="bfloat16")
-    training, how = Training(batch=4, sequence=128), LowBit("int8", columns=64)
-    found = predict("v5e:2x2", "fsdp=-1,tp=2", model, training, 1, "auto", wire_dtype=how)
-    assert found["mesh"] == "fsdp=2,tp=2"
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        ("fsdp=2,tp=2", {"wire_dtype": LowBit("int8", columns=64)}),
+        ("pp=2,tp=2", {"virtual_stages": 2, "microbatches": 2}),
+    ],
+)
+def test_predicts_a_step(mesh, how):
+    model = Model(257, 64, 4, 2, 1, 32, 128, dtype="bfloat16")
+    training = Training(batch=4, sequence=128)
+    found = predict("v5e:2x2", mesh.replace("=2", "=-1", 1), model, training, **how)
+    assert found["mesh"] == mesh
     assert 0 < found["exposed"] < found["total"]
     assert found["peak"] > 257 * 64
     assert not found["loops_of_unknown_length"]
@@ -164,11 +182,16 @@ def test_sizes_that_are_not_given():
 def test_its_step_is_explained(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])
     # A step of the default sizes takes the compiler longer, and has nothing else to say.
-    monkeypatch.setattr("language_model.arguments.parse", lambda _: parse(SMALL))
-    mesh = "dp=1,fsdp=2,tp=2,ep=1,cp=1"
+    small = parse([*SMALL, "--layers", "2"])
+    monkeypatch.setattr("language_model.arguments.parse", lambda _: small)
+    mesh = "pp=2,dp=1,fsdp=1,tp=2,ep=1,cp=1"
     step = "language_model.predict:make_step"
     options = ["--target", "v5e:2x2", "--mesh", mesh, "--tries", "0", "--no-cache"]
     assert explain_or_predict(["explain", step, *options]) == 0
     printed, _ = capsys.readouterr()
-    assert "a step on v5e:2x2 (dp=1, fsdp=2, tp=2, ep=1, cp=1) takes " in printed
+    assert "a step on v5e:2x2 (pp=2, dp=1, fsdp=1, tp=2, ep=1, cp=1) takes " in printed
     assert "where: model.py:" in printed
+
+    options[3] = "fsdp=2,tp=2"
+    assert explain_or_predict(["explain", step, *options]) == 2
+    assert "must name all axes of the model; add pp=1,dp=1,ep=1,cp=1" in capsys.readouterr().err

@@ -38,6 +38,20 @@ def test_experts_equal_one_device(mesh, sizes, how):
         check_float64(mesh, model(**sizes), **how)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "how"),
+    [
+        ("pp=2,tp=2,dp=2", {"layers": 4}, {"microbatches": 3}),
+        ("pp=4", {"layers": 4, "tied": False}, {"microbatches": 2, "mode": "naive"}),
+        ("pp=2,cp=2,tp=2", {"layers": 4}, {"microbatches": 2, "virtual_stages": 2}),
+        ("pp=2,fsdp=2,ep=2", {"experts": 5}, {"dispatch": "all_gather"}),
+    ],
+)
+def test_pipelines_equal_one_device(mesh, sizes, how):
+    with jax.enable_x64(True):
+        check_float64(mesh, model(**sizes), **how)
+
+
 def test_float32_is_off_by_its_roundings():
     with jax.enable_x64(True):  # of the reference
         check_float32("fsdp=2,tp=2", model(dtype="float32", layers=1))
@@ -63,7 +77,7 @@ def test_padding():
     assert layout["layers/query"].padded_shape == (2, 16, 16)
     assert layout["layers/key"].padded_shape == layout["layers/key"].shape
     assert layout["layers/down"].padded_shape == (2, 16, 16)
-    assert layout["layers/query"].logical_spec == P(None, "fsdp", None)
+    assert layout["layers/query"].logical_spec == P("pp", "fsdp", None)
     params = jax.tree.map(np.float32, draw_weights(chosen))
     jax.tree.map(np.testing.assert_array_equal, layout.unpad(layout.pad(params)), params)
     assert count(chosen) == sum(x.size for x in jax.tree.leaves(params))
@@ -82,9 +96,9 @@ def test_experts_that_ep_does_not_divide():
     assert up.shape == gate.shape == (3, 6, 16, 5)
     assert up.padded_shape == gate.padded_shape == (3, 8, 16, 6)
     assert down.padded_shape == (3, 8, 6, 16)
-    assert up.spec == P(None, "ep", "fsdp", "tp")
-    assert down.spec == P(None, "ep", "tp", "fsdp")
-    assert down.logical_spec == P(None, None, None, "fsdp")
+    assert up.spec == P("pp", "ep", "fsdp", "tp")
+    assert down.spec == P("pp", "ep", "tp", "fsdp")
+    assert down.logical_spec == P("pp", None, None, "fsdp")
 
 
 def test_a_width_that_fsdp_does_not_divide():
@@ -98,13 +112,14 @@ def test_a_width_that_fsdp_does_not_divide():
 @pytest.mark.parametrize(
     ("given", "padded"),
     [
-        ((5, 13, 1, (1, 1, 1, 1, 1)), (5, 13)),
-        ((5, 13, 2, (2, 2, 1, 1, 1)), (8, 13)),
-        ((5, 13, 1, (2, 1, 4, 1, 1)), (8, 13)),
-        ((5, 13, 1, (1, 1, 1, 2, 1)), (5, 16)),
-        ((5, 13, 1, (1, 1, 1, 2, 3)), (5, 24)),
-        ((5, 13, 1, (1, 1, 1, 1, 4)), (5, 16)),
-        ((8, 16, 1, (2, 2, 1, 2, 4)), (8, 16)),
+        ((5, 13, 1, (1, 1, 1, 1, 1, 1)), (5, 13)),
+        ((5, 13, 2, (1, 2, 2, 1, 1, 1)), (8, 13)),
+        ((5, 13, 1, (1, 2, 1, 4, 1, 1)), (8, 13)),
+        ((5, 13, 1, (1, 1, 1, 1, 2, 1)), (5, 16)),
+        ((5, 13, 1, (1, 1, 1, 1, 2, 3)), (5, 24)),
+        ((5, 13, 1, (1, 1, 1, 1, 1, 4)), (5, 16)),
+        ((8, 16, 1, (1, 2, 2, 1, 2, 4)), (8, 16)),
+        ((5, 13, 2, (3, 1, 1, 1, 1, 2)), (6, 18)),
     ],
 )
 def test_padded_batches(given, padded):
@@ -125,7 +140,7 @@ def test_meshes():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pp=2", "'pp=2' is not one of dp, fsdp, ep, cp, tp, each once"),
+        ("sp=2", "'sp=2' is not one of pp, dp, fsdp, ep, cp, tp, each once"),
         ("tp=2,tp=4", "'tp=4' is not one of"),
         ("tp", "'tp' is not one of"),
         ("dp=16", "--mesh dp=16 takes 16 devices, but there are 8; use --mesh dp=8"),

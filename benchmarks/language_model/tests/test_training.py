@@ -82,6 +82,23 @@ def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text, monkeypatch):
         Checkpoints(folder, other, text.digest).restore()
 
 
+def test_a_pipeline_takes_part(tmp_path, text, monkeypatch):
+    """Its devices have layers 0, 2 and 1, 3; checkpoints have the model's order."""
+    sizes, folder = model(layers=4), str(tmp_path)
+    training = replace(TRAINING, steps=8)
+    plain = Trainer(sizes, training, build_mesh("dp=8"))
+    pipelined = Trainer(sizes, training, build_mesh("pp=2,tp=2"), 2, virtual_stages=2)
+    whole = run(plain, text, stop=8)
+    with monkeypatch.context() as patch:
+        patch.setattr("language_model.run.validate", lambda *_: None)
+        run(pipelined, text, stop=3, checkpoint=folder)
+        run(plain, text, stop=5, checkpoint=folder)
+    last = run(pipelined, text, stop=8, checkpoint=folder)
+    assert len(last.losses) == 8
+    np.testing.assert_allclose(last.losses, whole.losses, rtol=1e-10)
+    np.testing.assert_allclose(last.validation, whole.validation, rtol=1e-10)
+
+
 def test_a_checkpoint_of_0_4_0_goes_on(tmp_path, text):
     """Two steps on fsdp=2,tp=2, and the losses of those that 0.4.0 went on with."""
     with tarfile.open(Path(__file__).with_name("checkpoint_of_0_4_0.tar.xz")) as archive:
