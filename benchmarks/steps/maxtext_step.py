@@ -20,16 +20,18 @@ if __name__ == "__main__":
 
 from jaxpar.schedule import CompiledProgram, Target, compile_for, target, timeline
 from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.target import parts_of
 from steps.step import Step, steps
 
 
 def arguments(step: Step) -> list[str]:
     """What MaxText's command is given."""
+    slices, chip, _ = parts_of(step.target)
     given = {
         "model_name": step.model,
         **step.config,
-        "compile_topology": f"{step.target.partition(':')[0]}-{step.devices}",
-        "compile_topology_num_slices": 1,
+        "compile_topology": f"{chip}-{step.devices // slices}",
+        "compile_topology_num_slices": slices,
         "run_name": "published_steps",
         "base_output_directory": "/tmp/published_steps",  # nothing is written there
     }

@@ -5,16 +5,17 @@ from math import prod
 import pytest
 
 import steps.__main__ as command
-from jaxpar.tools.timeline.target import TPUS
+from jaxpar.tools.timeline.target import TPUS, parts_of
 from steps.maxtext_step import arguments
 from steps.step import Step, steps
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
 def test_a_step_is_whole(step):
-    chip, _, layout = step.target.partition(":")
+    slices, chip, layout = parts_of(step.target)
     assert chip in TPUS
-    assert prod(map(int, layout.split("x"))) == step.devices
+    devices = prod(map(int, layout.split("x")))
+    assert slices * devices == step.devices
     path, _, commit = step.source.partition(" @")
     assert path.endswith(".md")
     assert len(commit) == 40
@@ -22,7 +23,8 @@ def test_a_step_is_whole(step):
     assert all(name.startswith("xla_") for name in step.options)
     given = arguments(step)
     assert f"model_name={step.model}" in given
-    assert f"compile_topology={chip}-{step.devices}" in given
+    assert f"compile_topology={chip}-{devices}" in given
+    assert f"compile_topology_num_slices={slices}" in given
     assert f"per_device_batch_size={step.config['per_device_batch_size']}" in given
     assert len({one.partition("=")[0] for one in given}) == len(given)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
-from slices import two_slices
 
 from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Floor, Target, compile_for, target, timeline
@@ -90,9 +89,8 @@ def test_a_prediction_that_fails_leaves_all_else(as_h100s, monkeypatch, tmp_path
         assert row["figures"]["bound"] > 0 < row["figures"]["public"]["rate"]
 
 
-def test_of_several_tpu_slices_there_is_no_figure():
-    """They lie at the same coordinates, and what joins them is no link of a chip."""
-    own = target("v5e:2x4")
+def test_slices_whose_network_has_no_figure():
+    own = target("v4:2x2x1", "tp=8")
     args = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 2
     program = compile_for(OPS["gather-lhs-rows"].bind(own.mesh, ("tp",), "naive"), own, *args)
     row = bench_times.Row(
@@ -100,9 +98,9 @@ def test_of_several_tpu_slices_there_is_no_figure():
         program=program,
     )
     assert bench_figures.figures_of(row, ("tp",), "bfloat16", Host()).bound > 0
-    apart = replace(row, program=replace(program, target=two_slices()))
+    apart = replace(row, program=replace(program, target=target("2xv4:2x2x1", "tp=16")))
     found = bench_figures.figures_of(apart, ("tp",), "bfloat16", Host())
-    assert found.startswith("the mesh {'tp': 8} joins 2 TPU slices, and no figure is known of")
+    assert found.startswith("the mesh {'tp': 16} joins 2 TPU slices, and no figure is known of")
 
 
 # -- the nearest public row -----------------------------------------------------------------------
@@ -226,6 +224,13 @@ def test_a_ring_beyond_its_host():
     text, _ = reasons(target("h100:2x8", "tp=16"), *case)
     assert "goes beyond one switch: 42.5 GB/s a device in place of 450" in text
     assert "beyond one switch" not in reasons(target("h100:8"), *case)[0]
+
+
+def test_a_ring_beyond_its_slice():
+    case = ("gather-lhs-rows", (4096, 4096, 1024))
+    text, _ = reasons(target("2xv6e:2x2", "tp=8"), *case)
+    assert "goes beyond one slice: 4.11 GB/s a device in place of 86.8; keep the axis with" in text
+    assert "beyond one slice" not in reasons(target("v6e:2x4", "tp=8"), *case)[0]
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_a_process_that_dies_takes_only_its_target_with_it(model, capsys):
     ("args", "status", "text"),
     [
         ("--target v5e:9x9", 2, "v5e:9x9: libtpu does not know the slice"),
+        ("--target 2xh100:8", 2, "2xh100:8: only TPUs (v4, v5e, v5p, v6e, tpu7x) have slices; for"),
         ("--target v5e", 2, "v5e: 'v5e' is not of the form chip:layout, as in 'v5p:8x8x8'"),
         ("--mesh dp=3,tp=-1", 2, "v5e:2x2: --mesh dp=3,tp=-1: dp=3 x tp=-1: the other axes take 3"),
         ("--axis dp", 2, "v5e:2x2: --axis dp must name distinct axes of the mesh, which has tp"),

@@ -4,13 +4,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from slices import two_slices
 
 import jaxpar
 from jaxpar.mesh.chips import CHIPS, chip_of
@@ -223,29 +223,29 @@ def test_figures_of_links_are_the_measured_ones_where_there_are_any():
 
 
 SLICES = (
-    r"the mesh {'tp': 8} joins 2 TPU slices, and no figure is known of the network between them; "
-    r"predict with the devices of one slice, and measure what runs on all \(jaxpar.schedule.read_"
+    r"the mesh {'tp': 16} joins 2 TPU slices, and no figure is known of the network between slices "
+    r"of TPU v4; give the figures of one slice and of the network, in bytes a second and device: "
+    r"dataclasses.replace\(of_one_slice.chip, network=...\)$"
 )
 
 
-def test_nothing_is_predicted_of_several_slices():
-    """Their devices share coordinates, but no links, whatever figures of a torus are given."""
-    both = two_slices()
-    assert both.chip is None
+def test_nothing_is_predicted_of_slices_whose_network_has_no_figure():
+    both = target("2xv4:2x2x1")
     program = shifted(both)
-    for given in (None, target("v5e:2x2").chip):
-        with pytest.raises(ValueError, match=f"^timeline: {SLICES}"):
-            timeline(program, given)
+    with pytest.raises(ValueError, match=f"^timeline: {SLICES}"):
+        timeline(program)
     with pytest.raises(ValueError, match=SLICES):
         explain(program)
     with pytest.raises(ValueError, match=f"^matmul_floor: {SLICES}"):
         matmul_floor(both, "mk,kn->mn", (8, 8), (8, 8), 0.0)
+    assert both.chip is None
+    given = replace(target("v4:2x2x1").chip, network=1e9)
+    slowest = max(timeline(program, given).transfers, key=lambda one: one.seconds)
+    assert slowest.seconds == pytest.approx(128 * 128 * 2 / 1e9, rel=0.1)
 
 
-def test_commands_refuse_several_slices(monkeypatch):
-    request = SimpleNamespace(target="here", mesh="tp=8", figures="measured")
-    monkeypatch.setattr(predict_worker, "describe", lambda *_, **__: two_slices())
+def test_commands_refuse_slices_whose_network_has_no_figure():
+    request = SimpleNamespace(target="2xv4:2x2x1", mesh="tp=16", figures="measured")
     with pytest.raises(UsageError, match=SLICES):
         predict_worker.target_of(request)
-    measured = predict_worker.target_of(request, needs_figures=False)
-    assert measured.chip is None
+    assert predict_worker.target_of(request, needs_figures=False).chip is None

@@ -14,7 +14,7 @@ class Chip:
     `kind` is `device_kind` or its beginning. On a `torus`, neighbours have links of their own.
 
     - Per second: `flops` of bf16; bytes of `hbm`; bytes one way over a `link`, over the `network`
-      beyond the switch, and to the `host`'s memory; cycles of the compiler's `clock`.
+      beyond the switch or TPU slice, and to the `host`'s memory; cycles of the compiler's `clock`.
     - Bytes: `capacity` of HBM, `vmem` of a TPU core.
     - Seconds: `latency` of a hop, `start` of a transfer.
     - Numbers: `dimensions` of the torus, `cores`, devices at one switch (`switched`).
@@ -57,20 +57,21 @@ def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **mo
 _GIB, _MIB = 2.0**30, 2.0**20
 
 # Sources: the vendors' product pages, the public book "How to scale your model", and for VMEM JAX's
-# "TPU hardware reference". GPU FLOP/s are without sparsity. A TPU's clock is such that matrix units
-# at full use reach the published peak in the compiler's cycles. If one kind is the beginning of
-# another, the longer one comes first.
+# "TPU hardware reference". GPU FLOP/s are without sparsity. Networks between TPU slices are from
+# Google Cloud's pages, which have none for v4. A TPU's clock is such that matrix units at full use
+# reach the published peak in the compiler's cycles. If one kind is the beginning of another, the
+# longer one comes first.
 CHIPS = (
     _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
          cores=2, vmem=16 * _MIB),
     _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
-         dimensions=2, synchronous_around=16, vmem=128 * _MIB),
+         dimensions=2, synchronous_around=16, vmem=128 * _MIB, network=3.125e9),
     _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
-         cores=2, vmem=64 * _MIB),
+         cores=2, vmem=64 * _MIB, network=6.25e9),
     _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         dimensions=2, vmem=128 * _MIB, host=3.2e10),
+         dimensions=2, vmem=128 * _MIB, host=3.2e10, network=1.25e10),
     _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
-         cores=2, vmem=64 * _MIB, host=3.2e10),
+         cores=2, vmem=64 * _MIB, host=3.2e10, network=1.25e10),
     _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10, host=3.2e10),
     _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10,
          host=3.2e10),
@@ -113,6 +114,7 @@ def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
         hbm=chip.hbm * share,
         capacity=chip.capacity * share,
         cores=num_cores,
+        network=chip.network * share,
     )
 
 

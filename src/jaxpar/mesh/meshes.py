@@ -86,7 +86,7 @@ def make_mesh(
 def why_not_closed(mesh: Mesh, name: str) -> str | None:
     """Returns why an axis is no closed ring of links; None if it is."""
     # An axis of two counts as closed: three such axes are a cube.
-    if not _stays_within_a_slice(mesh, name):
+    if not stays_within_a_slice(mesh, name):
         return f"{name} joins slices"
     *steps, back = ring_hops(mesh, name).max(axis=0).tolist()
     if max(steps) > 1:
@@ -96,7 +96,7 @@ def why_not_closed(mesh: Mesh, name: str) -> str | None:
 
 def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
     rings = _rings(mesh, (name,))
-    if rings.shape[1] < 8 or not _stays_within_a_slice(mesh, name):
+    if rings.shape[1] < 8 or not stays_within_a_slice(mesh, name):
         return ()
     coords = np.array([device.coords for device in rings.flat]).reshape(*rings.shape, -1)
     extent = np.ptp([device.coords for device in mesh.devices.flat], axis=0) + 1
@@ -113,7 +113,7 @@ def _walks(mesh: Mesh, name: str) -> tuple[Walk, ...]:
     return walks
 
 
-def _stays_within_a_slice(mesh: Mesh, name: str) -> bool:
+def stays_within_a_slice(mesh: Mesh, name: str) -> bool:
     slices = np.vectorize(slice_of, otypes=[int])(_rings(mesh, (name,)))
     return bool((slices == slices[:, :1]).all())
 

@@ -77,6 +77,7 @@ from jaxpar.mesh.chips import REACHED as REACHED
 from jaxpar.mesh.chips import Chip as Chip
 from jaxpar.mesh.chips import chip_of as chip_of
 from jaxpar.mesh.chips import with_measured_links as with_measured_links
+from jaxpar.mesh.meshes import stays_within_a_slice as stays_within_a_slice
 from jaxpar.mesh.meshes import why_not_closed as why_not_closed
 from jaxpar.mesh.torus import closed_dims as closed_dims
 from jaxpar.mesh.torus import on_torus as on_torus

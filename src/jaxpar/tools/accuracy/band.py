@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
 from jaxpar.tools.timeline.target import Target, target_of
 from jaxpar.tools.timeline.timeline import Timeline
 
@@ -25,6 +26,7 @@ _PLURALS = {
     "all-to-all": "all-to-alls",
 }
 _NONE = ": no measurement"
+BETWEEN_SLICES = " between slices"  # ends a kind
 _KINDS = {
     "all-gather": "gather",
     "all-reduce": "sum",
@@ -44,7 +46,9 @@ class Band:
     high: float = 0.0
 
     def __str__(self) -> str:
-        what = f"{self.chip}, {'large' if self.is_large else 'small'} {_PLURALS[self.kind]}"
+        kinds = _PLURALS[self.kind.removesuffix(BETWEEN_SLICES)]
+        where = BETWEEN_SLICES if self.kind.endswith(BETWEEN_SLICES) else ""
+        what = f"{self.chip}, {'large' if self.is_large else 'small'} {kinds}{where}"
         if not self.rows:
             return f"{what}{_NONE}"
         rows = f"{self.rows} measurement{'s' * (self.rows > 1)}"
@@ -100,7 +104,8 @@ def _made_of(events: Iterable[Event]) -> Iterable[tuple[Event, float]]:
 def _kind(event: Event) -> str:
     if event.kind == "compute":
         return "matmul" if event.is_matmul else "memory"
-    return _KINDS.get(event.row.rpartition(" ")[2], "permute")
+    kind = _KINDS.get(event.row.rpartition(" ")[2], "permute")
+    return kind + BETWEEN_SLICES if DCN in event.row else kind
 
 
 @cache

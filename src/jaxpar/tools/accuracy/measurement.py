@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.tools.timeline.target import TPUS, target
+from jaxpar.tools.timeline.target import TPUS, parts_of, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
 _KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as in `TPUS`
@@ -42,7 +42,7 @@ _COLLECTIVES: dict[str, Callable[..., Any]] = {
 @dataclass(frozen=True)
 class Measurement:
     name: str
-    kind: str  # matmul, memory, gather, sum, permute, all-to-all, or two of them
+    kind: str  # matmul, memory, gather, sum (between slices), permute, all-to-all, or two of them
     target: str  # for `jaxpar.schedule.target`
     mesh: str
     op: str
@@ -56,7 +56,7 @@ class Measurement:
 
     @property
     def chip(self) -> str:
-        return self.target.partition(":")[0]
+        return parts_of(self.target)[1]
 
     @property
     def kind_of_chip(self) -> str:

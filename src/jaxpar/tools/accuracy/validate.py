@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from jaxpar.tools.accuracy.band import LARGE, Band
+from jaxpar.tools.accuracy.band import BETWEEN_SLICES, LARGE, Band
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.timeline.timeline import Timeline, timeline
 
@@ -38,7 +38,8 @@ def validate(one: Measurement, cache: str | Path | None) -> Held | str:
 
 def seconds_of(one: Measurement, played: Timeline) -> float:
     # The copy of a collective's result does not count.
-    return (played.transfer if one.kind in ONE_TRANSFER else played.total) / one.times
+    is_transfer = one.kind.removesuffix(BETWEEN_SLICES) in ONE_TRANSFER
+    return (played.transfer if is_transfer else played.total) / one.times
 
 
 def bands_from(found: Iterable[Held]) -> list[Band]:

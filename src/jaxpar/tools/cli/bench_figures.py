@@ -27,7 +27,7 @@ from jaxpar.tools.cli.workers import one_line
 from jaxpar.tools.private_names import environment_options, us
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.target import between_slices, target_of
+from jaxpar.tools.timeline.target import target_of, unknown_network
 
 SLOW = 1.15  # times its bound: slower rows get reasons
 POSSIBLE = 0.97  # times its bound: faster rows contradict the figures of the chip
@@ -90,7 +90,7 @@ def host_of(mesh: Mesh) -> Host:
 
 def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     mesh, chip = row.program.target.mesh, row.program.target.chip
-    if why := between_slices(mesh):
+    if why := unknown_network(mesh):
         return why
     if chip is None:
         return f"no figure of this chip ({mesh.devices.flat[0].device_kind})"
@@ -99,9 +99,9 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
     sizes, numbers = op.on_one_device(shape, size)
     moved = numbers * jnp.dtype(dtype).itemsize
     sent, flops = op.sent(moved, size, grad), (3 if grad else 1) * 2.0 * prod(sizes)
-    links = Links(mesh, chip).within(rings_over(mesh, ring)) if chip.torus else 1
+    speed = Links(mesh, chip).speed_within(rings_over(mesh, ring))
     least = op.least_sent(shape, size, grad) * jnp.dtype(dtype).itemsize
-    floor = Floor(flops / chip.flops, least / (max(1, links) * chip.link))
+    floor = Floor(flops / chip.flops, least / speed)
 
     fused, alone = (
         ("matmul and sum", "sum") if op.lhs == op.rhs else ("gather and matmul", "gather")

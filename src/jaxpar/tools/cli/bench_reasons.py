@@ -9,7 +9,14 @@ import jaxpar
 from jaxpar.schedule import CompiledProgram, Event, Floor, Timeline
 from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import Ring
-from jaxpar.tools.private_names import Chip, compiler_of, size_text, us, why_not_closed
+from jaxpar.tools.private_names import (
+    Chip,
+    compiler_of,
+    size_text,
+    stays_within_a_slice,
+    us,
+    why_not_closed,
+)
 from jaxpar.tools.program.flops import Dot, dots_of
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
@@ -118,14 +125,19 @@ def _of_mesh(program: CompiledProgram, played: Timeline, ring: Ring) -> Iterator
     if chip is None or not axes:
         return
     named = ",".join(ring)
+    beyond = ""
     if not chip.torus:
         host = Links(mesh, chip).host
-        if any(len(set(host[group])) > 1 for group in rings_over(mesh, ring)):
-            yield Reason(
-                played.exposed,
-                f"the ring {named} goes beyond one switch: {chip.network / 1e9:g} GB/s a device in "
-                f"place of {chip.link / 1e9:g}; keep the axis within a host (--mesh, last axis)",
-            )
+        beyond = "switch" if any(len(set(host[g])) > 1 for g in rings_over(mesh, ring)) else ""
+    elif not all(stays_within_a_slice(mesh, name) for name in axes):
+        beyond = "slice"
+    if beyond:
+        yield Reason(
+            played.exposed,
+            f"the ring {named} goes beyond one {beyond}: {chip.network / 1e9:g} GB/s a device in "
+            f"place of {chip.link / 1e9:g}; keep the axis within one {beyond} (--mesh, last axis)",
+        )
+    if beyond or not chip.torus:
         return
     whys = [why for name in axes if mesh.shape[name] > 2 and (why := why_not_closed(mesh, name))]
     apart = int(jaxpar.ring_hops(mesh, ring).max())

@@ -94,8 +94,8 @@ def add_parser(commands: Any) -> None:
     add("--grad", action="store_true", help="forward and backward, with all gradients")
     add(
         "--target",
-        help="chips and slices, such as v5p:8x8x8,h100:8 (default: v5e:2x4; h100:8 where only the "
-        "GPU compiler is installed)",
+        help="chips and slices, such as v5p:8x8x8,2xv6e:16x16,h100:8 (default: v5e:2x4; h100:8 "
+        "where only the GPU compiler is installed)",
     )
     add_mesh(add)
     add_compiler_options(add)

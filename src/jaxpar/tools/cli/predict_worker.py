@@ -16,9 +16,14 @@ from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requeste
 from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
-from jaxpar.tools.private_names import jitted_with, versions, why_not_closed
+from jaxpar.tools.private_names import (
+    jitted_with,
+    stays_within_a_slice,
+    versions,
+    why_not_closed,
+)
 from jaxpar.tools.program.cache import default_folder
-from jaxpar.tools.timeline.target import between_slices
+from jaxpar.tools.timeline.target import unknown_network
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 
@@ -95,7 +100,7 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
         raise UsageError(first_line(text)) from None
     if found.chip is None and not needs_figures:
         return found
-    if why := between_slices(found.mesh):
+    if why := unknown_network(found.mesh):
         raise UsageError(why)
     if found.chip is None:
         kind = found.mesh.devices.flat[0].device_kind
@@ -118,13 +123,21 @@ def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedP
         devices=target.mesh.size,
         mesh=dict(target.mesh.shape),
         ring=ring,
-        links_apart=int(jaxpar.ring_hops(target.mesh, ring).max()) if ring else 0,
+        links_apart=_links_apart(target, ring),
         disjoint=not_closed == [],
         not_closed=tuple(not_closed or ()),
         chip=asdict(target.chip) if target.chip else {},
         compiler_options=options,
         versions=versions(*compilers),
     )
+
+
+def _links_apart(target: Target, ring: Ring) -> int:
+    """Returns the most links between neighbours; 0 if the network joins some."""
+    joins = target.platform == "tpu" and not all(
+        stays_within_a_slice(target.mesh, name) for name in ring
+    )
+    return int(jaxpar.ring_hops(target.mesh, ring).max()) if ring and not joins else 0
 
 
 def _not_closed(target: Target, ring: Ring) -> list[str] | None:

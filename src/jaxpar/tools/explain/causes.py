@@ -15,6 +15,7 @@ from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.explain.verdict import Verdict
 from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
+from jaxpar.tools.timeline.links import BETWEEN_SLICES
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # jaxpar has forms of these
 _HALF = 0.5
@@ -68,6 +69,13 @@ class Rules(SentInVain):
         )
 
     def _links_busy(self, e: ExposedCollective) -> Verdict | None:
+        if BETWEEN_SLICES in e.over and max(e.held, e.queued) >= _HALF * e.seconds:
+            return Verdict(
+                "links busy",
+                f"for {us(max(e.held, e.queued))}, transfers queue for the network between slices",
+                "send fewer bytes between slices: sum once for several microbatches, or in a "
+                "narrower dtype",
+            )
         if e.held >= _HALF * e.seconds:
             return Verdict(
                 "links busy",

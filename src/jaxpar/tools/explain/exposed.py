@@ -239,7 +239,7 @@ class Exposures(Origins):
             queued=sum(e.queued for e in events),
             latency=sum(e.latency for e in events),
             links=events[0].links,
-            links_there=self.links.there,
+            links_there=self.links.there(events[0]),
             line=own_line(lines),
             lines=lines,
             chain=shown(self.sources.chain(lines)),
@@ -285,17 +285,18 @@ class Exposures(Origins):
         return any(value.kind in _MATMULS for value in found)
 
     def _moved(self, name: str, inserted: bool) -> str:
-        collective = self.values.collective(name)
-        if collective is None or not collective.operands:
+        collective = self.values.collective(name) or self.instruction(name)
+        operands = [one for one in collective.operands if one.opcode != "after-all"]
+        if not operands:
             return ""
-        largest = max(collective.operands, key=lambda operand: operand.bytes)
+        largest = max(operands, key=lambda operand: operand.bytes)
         disguise = self.disguise(name)
         if disguise is not None and disguise.really == "gather":
             largest = disguise.part
         value = self.values.maker(largest)
         shape = f"{largest.arrays[0]} of each device, " if largest.arrays else ""
         what = self.argument(value) or self.text(value.instruction.name)
-        n = len(collective.operands) - 1
+        n = len(operands) - 1
         more = f", and {n} more array{'s' * (n > 1)}" if n else ""
         text = f"{shape}{what}{more}"
         if disguise is not None:
@@ -309,7 +310,8 @@ class Exposures(Origins):
         dims = collective.after("dimensions={")
         match kind:
             case "all-gather":
-                return f"{text}; dimension {dims} is sharded over {over!r} and is needed unsharded"
+                what = f"dimension {dims}" if dims else "it"  # between slices, none is named
+                return f"{text}; {what} is sharded over {over!r} and is needed unsharded"
             case "all-to-all":
                 return f"{text}; the sharding over {over!r} moves to another dimension"
             case "collective-permute":

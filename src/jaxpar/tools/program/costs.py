@@ -21,7 +21,7 @@ _FREE = {
 }
 _FREE_CALLS = {
     *("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart"),
-    *("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
+    *("Sharding", "SliceId", "SPMDFullToShardShape", "SPMDShardToFullShape"),
 }
 _GEMMS = {"__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8", "__triton_gemm"}
 _WINDOW = ("stride", "pad", "lhs_dilate", "rhs_dilate")
@@ -72,6 +72,7 @@ class Message:
     groups: Sequence[Sequence[int]] = ()  # of other collectives; none: one group of all devices
     ways: int = 2  # on a torus: links of a device in use at a time
     phases: int = 1  # on a torus: dimensions used one after the other
+    between_slices: bool = False  # over the network; its numbers are ids of devices
 
 
 def work_of(i: Instruction, kernels: Kernels) -> Demand:

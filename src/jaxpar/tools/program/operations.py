@@ -5,6 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxpar.tools.program.between_slices import (
+    channel_of,
+    is_between_slices,
+    message_of_send,
+    name_of,
+    sends_of,
+)
 from jaxpar.tools.program.costs import (
     Demand,
     Kernels,
@@ -131,19 +138,34 @@ def read(text: str, kernels: Kernels | None = None) -> Module:
     # `kernels` is from `kernels_in`. Text that is not HLO raises a ValueError.
     hlo = parse(text)
     known: dict[Computation, Schedule] = {}
-    scope = Scope(hlo.partitions)
+    scope, sends = Scope(hlo.partitions), sends_of(hlo)
 
     def schedule(computation: Computation) -> Schedule:
         if computation not in known:
             operations: dict[Instruction, Operation] = {}
             for i in computation.instructions:
                 operands = [operations[operand] for operand in i.operands if operand in operations]
+                if is_between_slices(i):
+                    send = sends.get(channel_of(i)) if i.opcode == "recv-done" else None
+                    began = [operations[send]] if send in operations else []
+                    operations[i] = _between_slices(i, (*began, *operands), send)
+                    continue
                 operations[i] = _operation(i, tuple(operands), schedule, scope, kernels or {})
             known[computation] = Schedule(computation.name, tuple(operations.values()))
         return known[computation]
 
     entry = schedule(hlo.entry)
     return Module(entry, tuple(known.values()), hlo)
+
+
+def _between_slices(
+    i: Instruction, operands: tuple[Operation, ...], send: Instruction | None
+) -> Operation:
+    # A transfer begins with its send, and has arrived when its receive is done.
+    known = (i.name, i.op_name, operands, Demand())
+    if i.opcode == "send":
+        return Collective(*known, message_of_send(i), name_of(i), True, False, False)
+    return Free(*known) if send is None else Done(*known, name_of(send))
 
 
 def _way(start: Instruction) -> Way:

@@ -15,7 +15,8 @@ class Event:
       op: the operation of the traced program.
       kind: `"compute"`, `"transfer"` (a collective), `"copy"` (between memories) or `"wait"`
         (nothing computes until a transfer or a copy arrives).
-      row: `"compute"`, or where a copy or transfer goes, as `"memory"` or `"tp +1"`.
+      row: `"compute"`, or where a copy or transfer goes, as `"memory"` or `"tp +1"`; `(DCN)` marks
+        the network between TPU slices.
       start: seconds from the start of the run.
       end: likewise.
       bytes: bytes that one device sends.

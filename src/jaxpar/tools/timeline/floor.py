@@ -93,8 +93,9 @@ def matmul_floor(
       True
     """
     chip = figures_of(target)
-    two = 2 if chip.torus else 1
-    links = two if axis is None else Links(target.mesh, chip).within(rings_over(target.mesh, axis))
+    ring = all_links = (2 if chip.torus else 1) * chip.link
+    if axis is not None:
+        all_links = Links(target.mesh, chip).speed_within(rings_over(target.mesh, axis))
     parsed = re.fullmatch(r"(\w+),(\w+)->(\w+)", subscripts)
     if parsed is None or [len(parsed[1]), len(parsed[2])] != [len(lhs), len(rhs)]:
         raise value_error(
@@ -107,8 +108,8 @@ def matmul_floor(
     if grad:
         products += [(out, right, left), (left, out, right)]
     seconds = sum(_one_piece(target, *product, sizes, dtype) for product in products)
-    sent = (2 if grad else 1) * sent_bytes / chip.link
-    return Floor(seconds, sent / links, sent / min(two, links))
+    sent = (2 if grad else 1) * sent_bytes
+    return Floor(seconds, sent / all_links, sent / min(ring, all_links))
 
 
 def rings_over(mesh: Mesh, axis: AxisLike) -> list[list[int]]:
@@ -128,7 +129,8 @@ def program_floor(
 
     FLOPs are those of the traced or the compiled matmuls, whichever are fewer. Operands of 32 bits
     count at the peak of 16 bits, operands of 8 bits at twice that peak. On GPUs only half the bytes
-    of a sum count, as the switch may do the addition.
+    of a sum count, as the switch may do the addition. The longer time of links and of the network
+    between TPU slices counts.
 
     Args:
       program: from `compile_for`.
@@ -145,8 +147,7 @@ def program_floor(
     """
     chip = figures_of(program.target, chip)
     played = timeline(program, chip) if played is None else played
-    links = Links(program.target.mesh, chip)
-    transfer = sum(map(links.least, played.transfers), 0.0)
+    transfer = Links(program.target.mesh, chip).least_of_all(played.transfers)
     return Floor(min(program.flops / chip.flops, played.at_peak), transfer)
 
 

@@ -1,9 +1,9 @@
 """Links between described devices, and their transfer times."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxpar.tools.private_names import ADDED, PERMUTE_STARTS, Chip, closed_dims
+from jaxpar.tools.private_names import (
+    ADDED,
+    PERMUTE_STARTS,
+    Chip,
+    closed_dims,
+    on_torus,
+    slice_of,
+)
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.gpu_tables import kind_of_permute
@@ -21,6 +28,7 @@ from jaxpar.tools.timeline.target import measured_of
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
 RACK = 72  # GPUs that one switch joins across hosts
+BETWEEN_SLICES = "(DCN)"  # in a row: over the data-centre network between TPU slices
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]
@@ -59,16 +67,23 @@ class Links:
             self.coords = coords - coords.min(axis=0)
             self.extent = self.coords.max(axis=0) + 1
             self.wraps = closed_dims(devices[0].device_kind, self.extent)
-            self.count = int(self.extent.prod()) * len(self.extent) * 2  # two per node and dim
+            numbers = [slice_of(device) for device in devices]
+            self.slice = np.unique(numbers, return_inverse=True)[1]  # slices share coordinates
+            # Two per node and dim; then out of each device to the other slices, and in.
+            self.torus = int(self.extent.prod()) * len(set(numbers)) * len(self.extent) * 2
+            self.count = self.torus + 2 * self.devices
         else:
             self.host = np.array([_switch_of(device, chip) for device in devices])
-            self.count = 4 * self.devices  # out and in, through the switch and through the network
+            self.torus, self.count = 0, 4 * self.devices  # out and in, by switch and by network
         self.tables = measured_of(chip)
         self.permute = lru_cache(maxsize=None)(self._permute)
         self._rings: dict[str, dict[frozenset[frozenset[int]], Pairs]] = {}  # by names of axes
 
     def transfer(self, message: Message, share: float) -> Transfer:
+        message = in_mesh(message, self.mesh)
         payload, kind = message.payload * share, message.kind
+        if message.between_slices:
+            return self._between_slices(message, payload)
         if kind == "collective-permute":
             row, route = self._lane(message.pairs), self.permute(message.pairs).of(payload)
             moving = [pair for pair in message.pairs if pair[0] != pair[1]]
@@ -87,6 +102,22 @@ class Links:
         added = passes == 2 and message.phases > 1
         route = self.ring(groups, passes, message).of(whole / ADDED if added else whole)
         return Transfer(row, sent, route)
+
+    def _between_slices(self, message: Message, payload: float) -> Transfer:
+        # All that leaves a device, as no figure tells a host's own devices from others.
+        if message.pairs:
+            source, target = np.array(message.pairs).T
+            row, sent = f"{self._lane(message.pairs)} {BETWEEN_SLICES}", payload
+        else:
+            source = target = np.array(message.groups).reshape(-1)
+            size = len(message.groups[0])
+            whole = payload * size if message.kind == "all-gather" else payload
+            sent = whole * (size - 1) / size * (2 if message.kind == "all-reduce" else 1)
+            lane = lane_of_groups(self.mesh, message.groups)
+            row = f"{lane} {BETWEEN_SLICES} {message.kind}"
+        load = np.zeros(self.count)
+        load[self.torus + source] = load[self.torus + self.devices + target] = 1.0
+        return Transfer(row, sent, self._route(load, 1).of(sent))
 
     def latency(self, route: Route) -> float:
         """Returns a message's seconds beyond its bytes'."""
@@ -122,25 +153,36 @@ class Links:
 
     def used(self, transfer: Transfer) -> float:
         """Returns how many links a device uses, on average."""
-        if not self.chip.torus:
+        if not self.chip.torus or BETWEEN_SLICES in transfer.row:
             return 1.0
         senders = np.unique(transfer.route.links // (2 * len(self.extent)))
         return transfer.route.links.size / max(senders.size, 1)
 
-    @cached_property
-    def there(self) -> int:
+    def there(self, transfer: Event) -> int:
+        """Returns how many links a device has for it."""
         # A port counts as one.
-        if not self.chip.torus:
+        if not self.chip.torus or BETWEEN_SLICES in transfer.row:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
-        return sum(both_ways)
+        return max(1, sum(both_ways))
+
+    def speed(self, transfer: Event) -> float:
+        """Returns the bytes a second of one of its links."""
+        return self.chip.network if BETWEEN_SLICES in transfer.row else self.chip.link
 
     def least(self, transfer: Event) -> float:
         """Returns a transfer's seconds over all links."""
         sent = transfer.bytes
         if not self.chip.torus and transfer.row.endswith("all-reduce"):
             sent /= 2  # a GPU's switch may add on the way
-        return sent / (max(1, self.there) * self.chip.link)
+        return sent / (self.there(transfer) * self.speed(transfer))
+
+    def least_of_all(self, transfers: Iterable[Event]) -> float:
+        """Returns their seconds, if a slice's links and the network send at once."""
+        seconds = [0.0, 0.0]
+        for one in transfers:
+            seconds[BETWEEN_SLICES in one.row] += self.least(one)
+        return max(seconds)
 
     def within(self, groups: Groups) -> int:
         """Returns a device's fewest links to its group."""
@@ -148,10 +190,24 @@ class Links:
             return 1
         return min(map(self._degree, groups))
 
+    def speed_within(self, groups: Groups) -> float:
+        """Returns bytes a second of a device to its group."""
+        joins = self.chip.torus and any(map(self._joins_slices, groups))
+        return self.within(groups) * self.chip.link + (self.chip.network if joins else 0.0)
+
+    def _joins_slices(self, group: Sequence[int]) -> bool:
+        return len(set(self.slice[list(group)].tolist())) > 1
+
     def _degree(self, group: Sequence[int]) -> int:
-        there = {tuple(coords) for coords in self.coords[list(group)].tolist()}
+        there = self._places(group)
         fewest = min(len(self._next_to(place) & there) for place in group)
-        return fewest or 1  # devices of one chip have no link between them
+        # Devices of one chip have no link between them.
+        return fewest or int(len(there) < len(group) or not self._joins_slices(group))
+
+    def _places(self, group: Sequence[int]) -> frozenset[tuple[int, ...]]:
+        members = list(group)  # as indices
+        there = zip(self.slice[members].tolist(), self.coords[members].tolist(), strict=True)
+        return frozenset((slice, *coords) for slice, coords in there)
 
     def _next_to(self, place: int) -> set[tuple[int, ...]]:
         found: set[tuple[int, ...]] = set()
@@ -161,7 +217,7 @@ class Links:
             next_to[dim] += step
             if self.wraps[dim]:
                 next_to[dim] %= self.extent[dim]
-            found.add(tuple(next_to.tolist()))
+            found.add((int(self.slice[place]), *next_to.tolist()))
         return found
 
     def _permute(self, pairs: Pairs) -> Route:
@@ -198,7 +254,7 @@ class Links:
         return self._route(load, passes * hops, one_ring, starts)
 
     def _on_the_same_chips(self, members: Int[np.ndarray, "groups size"]) -> int:
-        chips = Counter(frozenset(map(tuple, self.coords[group].tolist())) for group in members)
+        chips = Counter(map(self._places, members.tolist()))
         return max(chips.values())
 
     def _round(self, members: Int[np.ndarray, "groups size"]) -> Float[np.ndarray, "links"]:
@@ -240,7 +296,8 @@ class Links:
 
     def _bandwidth(self) -> Float[np.ndarray, "links"]:
         if self.chip.torus:
-            return np.full(self.count, self.chip.link)
+            speeds = [self.chip.link, self.chip.network or self.chip.link]
+            return np.repeat(speeds, [self.torus, 2 * self.devices])
         return np.repeat([self.chip.link, self.chip.network or self.chip.link], 2 * self.devices)
 
     def _load(
@@ -256,7 +313,7 @@ class Links:
                 port = (2 * across + shift) * self.devices + ends
                 np.add.at(load, port[moves], 1.0)
             return load, 1
-        here, there = self.coords[source].copy(), self.coords[target]
+        here, there, slices = self.coords[source].copy(), self.coords[target], self.slice[source]
         most = np.zeros(len(here), dtype=int)
         for dim, extent in enumerate(self.extent):
             apart = there[:, dim] - here[:, dim]
@@ -269,6 +326,7 @@ class Links:
                 step = np.sign(apart)
                 moving = step != 0
                 node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))
+                node += slices[moving] * int(self.extent.prod())
                 link = (node * len(self.extent) + dim) * 2 + (step[moving] < 0)
                 np.add.at(load, link, 1.0)
                 here[:, dim] = (here[:, dim] + step) % extent
@@ -278,6 +336,37 @@ class Links:
 
 def _switch_of(gpu: Any, chip: Chip) -> int:
     return gpu.id // chip.switched if chip.switched == RACK else gpu.process_index
+
+
+def in_mesh(message: Message, mesh: Mesh) -> Message:
+    """Numbers a message's devices by their places in a mesh of all slices."""
+    slices = _places(mesh)
+    if len(slices) < 2:
+        return message
+    if message.between_slices:
+        place = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+        ids = {one for group in (*message.pairs, *message.groups) for one in group}
+        if lost := sorted(ids - place.keys()):
+            raise ValueError(
+                f"in_mesh: a transfer between slices has the device {lost[0]}, which is not in the "
+                f"mesh {dict(mesh.shape)}; give the mesh that the program was compiled for"
+            )
+        pairs = tuple((place[source], place[target]) for source, target in message.pairs)
+        groups = [[place[one] for one in group] for group in message.groups] or slices.T.tolist()
+        return replace(message, pairs=pairs, groups=groups)
+    if message.pairs:
+        pairs = tuple((int(one[a]), int(one[b])) for one in slices for a, b in message.pairs)
+        return replace(message, pairs=pairs)
+    groups = message.groups or [range(slices.shape[1])]
+    return replace(
+        message, groups=[one[list(group)].tolist() for one in slices for group in groups]
+    )
+
+
+@lru_cache
+def _places(mesh: Mesh) -> Int[np.ndarray, "slices size"]:
+    numbers = np.array([slice_of(one) if on_torus(one) else 0 for one in mesh.devices.flat])
+    return np.array([np.flatnonzero(numbers == one) for one in np.unique(numbers)])
 
 
 def lane_of(mesh: Mesh, pairs: Pairs) -> str:
@@ -308,6 +397,7 @@ def lane_of_groups(mesh: Mesh, groups: Groups) -> str:
 
 
 def axes_of(mesh: Mesh, message: Message) -> tuple[str, ...]:
+    message = in_mesh(message, mesh)
     if message.kind == "collective-permute":
         text = lane_of(mesh, message.pairs)
     else:

@@ -39,6 +39,8 @@ TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
 # For GPUs on several hosts: the share of the network that is reached, and seconds to start.
 NETWORK, NETWORK_START = 0.85, 45e-6
+# For TPU slices: bytes a second that each device sends, from one public measurement.
+_BETWEEN_SLICES = {"TPU v6 lite": 4.11e9}
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud host
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -74,7 +76,8 @@ class Target:
 
 def _with_measured_links(chip: Chip) -> Chip:
     if chip.torus:
-        return with_measured_links(chip)
+        network = _BETWEEN_SLICES.get(chip.kind, chip.network)
+        return replace(with_measured_links(chip), network=network)
     return replace(chip, network=NETWORK * chip.network, start=NETWORK_START)
 
 
@@ -99,21 +102,22 @@ def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
     return tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
 
 
-def between_slices(mesh: Mesh) -> str:
+def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:
     """Returns why figures lack, or an empty text."""
     slices = {slice_of(device) for device in mesh.devices.flat if on_torus(device)}
-    if len(slices) < 2:
+    chip = chip or chip_of(mesh.devices.flat[0].device_kind)
+    if len(slices) < 2 or chip is None or chip.network or not chip.torus:
         return ""
     return (
         f"the mesh {dict(mesh.shape)} joins {len(slices)} TPU slices, and no figure is known of "
-        "the network between them; predict with the devices of one slice, and measure what runs "
-        "on all (jaxpar.schedule.read_trace)"
+        f"the network between slices of {chip.kind}; give the figures of one slice and of the "
+        "network, in bytes a second and device: dataclasses.replace(of_one_slice.chip, network=...)"
     )
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
     chip = target.chip if chip is None else chip
-    if (why := between_slices(target.mesh)) and (chip is None or chip.torus):
+    if why := unknown_network(target.mesh, chip):
         raise value_error(why)
     if chip is None:
         kind = target.mesh.devices.flat[0].device_kind
@@ -136,15 +140,15 @@ def target(
 
     Args:
       name: for TPU a generation and a slice as in `"v5p:8x8x8"` (v4, v5e, v5p, v6e, tpu7x; slices
-        that libtpu knows). For GPU a name and a number as in `"h100:8"`, or hosts x devices per
-        host as in `"h100:4x8"`. GPU names are those of the CUDA plugin, such as `"h100-pcie"`; with
-        jax 0.10 only a100, h100, h200 and b200. `"here"` means `jax.devices()`; CPUs have no
-        figures.
+        that libtpu knows), or several equal slices as in `"2xv6e:16x16"`. For GPU a name and a
+        number as in `"h100:8"`, or hosts x devices per host as in `"h100:4x8"`. GPU names are those
+        of the CUDA plugin, such as `"h100-pcie"`; with jax 0.10 only a100, h100, h200 and b200.
+        `"here"` means `jax.devices()`; CPUs have no figures.
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
       figures: `"measured"` uses links fitted to public measurements (TPUs except v4, networks of
-        GPU hosts), and XLA's tables for GPUs. `"book"` uses the vendor's links with a microsecond
-        per hop, and rooflines for GPUs.
+        GPU hosts and of v6e slices), and XLA's tables for GPUs. `"book"` uses the vendor's links
+        with a microsecond per hop, and rooflines for GPUs.
 
     Returns:
       A `Target`. Described devices cannot run anything.
@@ -161,16 +165,22 @@ def target(
     """
     if figures not in ("measured", "book"):
         raise ValueError(f"target: figures={figures!r} must be 'measured' or 'book'")
-    chip, _, layout = name.partition(":")
+    slices, chip, layout = parts_of(name)
     sizes = layout.split("x")
     if name == HERE:
         devices = jax.devices()
     elif not chip or not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(
-            f"target: {name!r} is not of the form chip:layout, as in 'v5p:8x8x8' or 'h100:8'"
+            f"target: {name!r} is not of the form chip:layout, as in 'v5p:8x8x8', 'h100:8' or, for "
+            "two TPU slices, '2xv5p:8x8x8'"
         )
     elif chip in TPUS:
-        devices = _tpu_devices(name)
+        devices = _tpu_devices(name, f"{chip}:{layout}", slices)
+    elif slices > 1:
+        raise ValueError(
+            f"target: {name!r}: only TPUs ({', '.join(TPUS)}) have slices; for several hosts of "
+            f"GPUs write hosts x devices, as in 'h100:{slices}x8'"
+        )
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
     return target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
@@ -180,20 +190,29 @@ def target_of(
     mesh: Mesh, name: str = HERE, figures: Literal["measured", "book"] = "measured"
 ) -> Target:
     first = mesh.devices.flat[0]
-    known = not between_slices(mesh)
+    known = not unknown_network(mesh)
     chip = chip_of(first.device_kind, getattr(first, "num_cores", None)) if known else None
     chip = _with_measured_links(chip) if chip and figures == "measured" else chip
     return Target(name, mesh, chip)
 
 
-def _tpu_devices(name: str) -> list[Any]:
+def parts_of(name: str) -> tuple[int, str, str]:
+    """Splits a name into slices, chip and layout."""
+    chip, _, layout = name.partition(":")
+    several = re.fullmatch(r"([1-9][0-9]*)x(.+)", chip)
+    return (int(several[1]), several[2], layout) if several else (1, chip, layout)
+
+
+def _tpu_devices(name: str, one_slice: str, slices: int) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise ImportError(
             f"target: {name!r} needs the TPU compiler; {install_command('tpu')}"
         ) from None
     with _environment(_OFFLINE):
         try:
-            return list(get_topology_desc(platform="tpu", topology_name=name).devices)
+            several = {"num_slices": slices} if slices > 1 else {}
+            found = get_topology_desc(platform="tpu", topology_name=one_slice, **several)
+            return list(found.devices)
         except Exception as reason:  # each jax version has its own class for libtpu's errors
             raise ValueError(
                 f"target: libtpu does not know the slice {name!r}: {reason}; name one that is "
