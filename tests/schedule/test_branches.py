@@ -139,6 +139,23 @@ def test_collectives_of_a_place_alone_do_not_wait_for_others():
     assert found.compute_by_place["pp=1"] > 5 * found.compute_by_place["pp=0"]
 
 
+def test_branches_that_a_slice_decides():
+    """Each slice runs the same program, and asks for its number."""
+    chips = target("2xv5e:2x2", "pp=2,tp=4")
+
+    def local(x):
+        y = lax.cond(lax.axis_index("pp") == 1, matmuls(3), lambda x: x, x[0])
+        return lax.ppermute(y, "pp", [(0, 1), (1, 0)])[None]
+
+    step = jax.shard_map(
+        local, in_specs=P(("pp", "tp")), out_specs=P(("pp", "tp")), check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((8, 1024, 1024), jnp.bfloat16, sharding=P(("pp", "tp")))
+    found = timeline(compile_for(step, chips, x))
+    assert sorted(found.compute_by_place) == ["pp=0", "pp=1"]
+    assert count(found) == 3
+
+
 def test_data_that_decide_count_as_the_longest_branch(chips):
     def chosen(x, number):
         return lax.switch(number, list(map(matmuls, range(3))), x)
@@ -169,7 +186,7 @@ def values(lines, name, parameters=None):
     text = f"{HEAD}ENTRY %e (p: s32[3]) -> s32[] {{\n  %p = s32[3] parameter(0)\n{lines}\n}}\n"
     entry = parse(text).entry
     (i,) = (i for i in entry.instructions if i.name == name)
-    return Scope(4, parameters).value(i)
+    return Scope(4, parameters=parameters).value(i)
 
 
 TABLE = "  %t = s32[2,3] constant({ {0, -1, 2}, {3, 4, 5} })\n  %i = u32[] partition-id()\n"

@@ -217,7 +217,7 @@ def operation(kind, name, *operands, moved=0, **more):
 
 def run(*operations):
     player = Player(Links(LINE, CHIP), Assumptions())
-    Places(player, LINE.size, lambda op: None).run(Schedule("main", operations))
+    Places(player, LINE.size, 1, lambda op: None).run(Schedule("main", operations))
     return player.finish(), player.now
 
 

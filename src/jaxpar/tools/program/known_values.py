@@ -12,8 +12,8 @@ from jaxtyping import Int
 
 from jaxpar.tools.program.hlo import Instruction, integers
 
-# An array [devices, ...] of integers or truth values; [1, ...] if all devices have the same. For a
-# tuple, a dict of its wanted elements.
+# An array [devices, ...] of integers or truth values, slice by slice; [1, ...] if all devices have
+# the same. For a tuple, a dict of its wanted elements.
 Known = Any
 Wanted = set[int] | None  # elements of a tuple; None: all
 Parameters = Callable[[int, Wanted], Known]
@@ -56,12 +56,15 @@ class Scope:
     """What is known where a computation runs: once, in a trip of a loop, or in a branch.
 
     Args:
-      partitions: the number of devices.
+      partitions: the number of devices of a TPU slice, or of all.
+      slices: the number of slices; 0: unknown.
       parameters: gives the wanted elements of a parameter. None: they depend on data.
     """
 
-    def __init__(self, partitions: int, parameters: Parameters | None = None) -> None:
-        self.partitions, self._parameters = partitions, parameters
+    def __init__(
+        self, partitions: int, slices: int = 0, parameters: Parameters | None = None
+    ) -> None:
+        self.partitions, self.slices, self._parameters = partitions, slices, parameters
         self._values: dict[Any, Known] = {}
 
     def branch(self, conditional: Instruction) -> Int[np.ndarray, " devices"] | None:
@@ -79,7 +82,10 @@ class Scope:
         return self.called(conditional.operands[1 + number : 2 + number])
 
     def called(self, operands: Sequence[Instruction]) -> Scope:
-        return Scope(self.partitions, lambda n, wanted: self.value(operands[n], wanted))
+        return self.with_parameters(lambda n, wanted: self.value(operands[n], wanted))
+
+    def with_parameters(self, parameters: Parameters) -> Scope:
+        return Scope(self.partitions, self.slices, parameters)
 
     def value(self, i: Instruction, wanted: Wanted = None) -> Known:
         key = i, wanted and frozenset(wanted)
@@ -119,7 +125,9 @@ class Scope:
             case "constant":
                 return _constant(i.operand_text, dtype).reshape(1, *array.shape)
             case "partition-id":
-                return np.arange(self.partitions, dtype=dtype)
+                return np.tile(np.arange(self.partitions, dtype=dtype), max(self.slices, 1))
+            case "custom-call" if i.target == "SliceId" and self.slices:
+                return np.repeat(np.arange(self.slices, dtype=dtype), self.partitions)
             case "replica-id":
                 return np.zeros(1, dtype)
             case "iota":
@@ -231,7 +239,7 @@ class LoopState:
                 raise UnknownError
             return {n: self._element(n, trip) for n in wanted}
 
-        return Scope(self._around.partitions, state)
+        return self._around.with_parameters(state)
 
     def trips(self) -> int | None:
         """Returns the number of trips; None if data decide, or devices differ.

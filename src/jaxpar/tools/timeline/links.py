@@ -340,7 +340,7 @@ def _switch_of(gpu: Any, chip: Chip) -> int:
 
 def in_mesh(message: Message, mesh: Mesh) -> Message:
     """Numbers a message's devices by their places in a mesh of all slices."""
-    slices = _places(mesh)
+    slices = places_of_slices(mesh)
     if len(slices) < 2:
         return message
     if message.between_slices:
@@ -364,7 +364,7 @@ def in_mesh(message: Message, mesh: Mesh) -> Message:
 
 
 @lru_cache
-def _places(mesh: Mesh) -> Int[np.ndarray, "slices size"]:
+def places_of_slices(mesh: Mesh) -> Int[np.ndarray, "slices size"]:
     numbers = np.array([slice_of(one) if on_torus(one) else 0 for one in mesh.devices.flat])
     return np.array([np.flatnonzero(numbers == one) for one in np.unique(numbers)])
 

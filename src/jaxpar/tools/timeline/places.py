@@ -47,15 +47,18 @@ class Places(Generic[Player]):
     Each group has a player. A collective begins when the last of its devices comes to it.
     """
 
-    def __init__(self, player: Player, devices: int, assumed: Callable[[str], int | None]) -> None:
+    def __init__(
+        self, player: Player, partitions: int, slices: int, assumed: Callable[[str], int | None]
+    ) -> None:
         self.players, self._assumed = [player], assumed  # the trips of a loop of unknown length
-        self.place = np.zeros(devices, int)  # of each device: the number of its player
+        self.place = np.zeros((slices, partitions), int)  # of each device: the number of its player
         self.active = [0]  # players that run the current schedule
         self.unknown: dict[str, None] = {}  # names of loops of unknown length, in order
 
     def run(self, entry: Schedule) -> Player:
         """Returns the player that ends last."""
-        self._run(entry, Scope(len(self.place)))
+        slices, partitions = self.place.shape
+        self._run(entry, Scope(partitions, slices))
         return max(self.players, key=lambda one: (one.end, one.computed))
 
     def _run(self, schedule: Schedule, scope: Scope) -> None:
@@ -96,14 +99,14 @@ class Places(Generic[Player]):
             lengths = list(map(self.players[0].computing, conditional.runs))
             taken = np.array([lengths.index(max(lengths))])
         around, first = self.active, len(self.players)
-        branches = self._parted(np.broadcast_to(taken, self.place.shape))
+        branches = self._parted(np.broadcast_to(taken, self.place.size).reshape(self.place.shape))
         for branch, self.active in branches.items():
             self._run(
                 conditional.runs[branch], scope.in_branch(source, branch) if source else scope
             )
         self.active = [*around, *range(first, len(self.players))]
 
-    def _parted(self, taken: Int[np.ndarray, " devices"]) -> dict[int, list[int]]:
+    def _parted(self, taken: Int[np.ndarray, "slices partitions"]) -> dict[int, list[int]]:
         """Returns the players that take each branch; a player whose devices differ is parted."""
         found: dict[int, list[int]] = {}
         for number in list(self.active):
@@ -118,14 +121,19 @@ class Places(Generic[Player]):
 
     def _joins(self, message: Message) -> bool:
         """Returns whether devices of several players take part in one exchange."""
-        if len(self.active) == 1:
-            return False
-        groups = message.pairs or message.groups or [range(len(self.place))]
-        return any(len({*self.place[list(group)].tolist()}) > 1 for group in groups)
+        if len(self.active) == 1 or message.between_slices:
+            return len(self.active) > 1
+        groups = message.pairs or message.groups or [range(self.place.shape[1])]
+        return any(len({*own[list(group)].tolist()}) > 1 for own in self.place for group in groups)
 
-    def computed(self, mesh: Mesh) -> dict[str, float]:
-        """Returns the seconds that each group of devices computes; empty if all do the same."""
-        groups = [np.flatnonzero(self.place == number) for number in range(len(self.players))]
+    def computed(
+        self, mesh: Mesh, places: Int[np.ndarray, "slices partitions"]
+    ) -> dict[str, float]:
+        """Returns the seconds that each group of devices computes; empty if all do the same.
+
+        `places` has each device's place in the mesh.
+        """
+        groups = [np.sort(places[self.place == number]) for number in range(len(self.players))]
         seconds = [player.computed for player in self.players]
         named = {_name(mesh, own): one for own, one in zip(groups, seconds, strict=True)}
         return named if len(named) > 1 else {}

@@ -35,7 +35,7 @@ from jaxpar.tools.timeline.frameworks import (
 )
 from jaxpar.tools.timeline.idle import idle_share
 from jaxpar.tools.timeline.limits import impossible
-from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.links import Links, places_of_slices
 from jaxpar.tools.timeline.places import Places
 from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import Target, figures_of, measured_of
@@ -391,7 +391,8 @@ def timeline(
     chip = figures_of(program.target, chip)
     links = Links(program.target.mesh, chip)
     module, assumed = program.module, assumed or Assumptions()
-    places = Places(Player(links, assumed), module.hlo.partitions, assumed.trips_of)
+    of_slices = places_of_slices(program.target.mesh)
+    places = Places(Player(links, assumed), of_slices.shape[1], len(of_slices), assumed.trips_of)
     player = places.run(module.entry)
     events = player.finish()
     transfers = [e for e in events if e.kind == "transfer"]
@@ -410,7 +411,7 @@ def timeline(
         loops_of_unknown_length=tuple(places.unknown),
         kernels_of_unknown_cost=tuple(player.unsaid),
         at_peak=min(program.flops / chip.flops, player.at_peak),
-        compute_by_place=places.computed(program.target.mesh),
+        compute_by_place=places.computed(program.target.mesh, of_slices),
     )
     _require_possible(program, played, links)
     return played
