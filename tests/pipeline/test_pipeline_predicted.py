@@ -1,5 +1,6 @@
 """Pipelines as compilers schedule them: their hops are hidden, and predictions know the bubble."""
 
+import re
 from collections import Counter
 
 import jax
@@ -8,8 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.layers import fsdp_gather
 from jaxpar.pipeline import interleaved_1f1b, value_and_grad
 from jaxpar.schedule import compile_for, explain, target, timeline
+from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.program.operations import Collective, Loop
 from jaxpar.tools.timeline.idle import idle_share
 
@@ -95,4 +98,32 @@ def test_gradients_and_residuals_are_updated_in_place(program):
 def test_the_bubble_is_said(program):
     text = " ".join(explain(program, tries=0).text().split())
     assert "a device of the pipeline is idle for" in text
-    assert "more microbatches or virtual stages make it shorter" in text
+    assert "microbatches or virtual stages make it shorter; behind one fast network, FSDP" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "what"),
+    [("2xv5e:2x2", 256, "2 slices"), ("h100:2x8", 512, "2 hosts"), ("h100:8", 512, "")],
+)
+def test_weights_that_a_slow_network_gathers_suggest_a_pipeline(name, rows, what):
+    """From so many microbatches on that its bubble is a smaller share than the waits."""
+    chips = target(name, "fsdp=-1")
+
+    def loss(x, *weights):
+        for w in weights:
+            x = jnp.tanh(x @ fsdp_gather(w, "fsdp"))
+        return jax.lax.psum(jnp.sum(x.astype("float32")), "fsdp")
+
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16, sharding=P("fsdp"))
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("fsdp"))
+    local = jax.shard_map(loss, mesh=chips.mesh, in_specs=P("fsdp"), out_specs=P())
+    played = timeline(compile_for(local, chips, x, w, w))
+    said = [line for line in pipeline_lines(played, chips) if "microbatches on" in line]
+    assert bool(said) == bool(what)
+    for line in said:
+        share, microbatches = re.search(r"(\d+)%\): .* from (\d+) microbatches on", line).groups()
+        assert f"between {what} take" in line
+        count = int(microbatches)
+        bubble = 1 / (count + 1)
+        assert bubble <= int(share) / 100 + 0.005
+        assert count == 1 or 1 / count >= int(share) / 100 - 0.005

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, target, timeline
-from jaxpar.tools.explain.explained import idle_lines
+from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.known_values import LoopState, Scope, UnknownError
 
@@ -97,7 +97,7 @@ def test_places_take_their_own_branches(chips):
     longest, shorter, shortest = sorted(found.compute_by_place.items(), key=lambda x: -x[1])
     assert [longest[0], shorter[0], shortest[0]] == ["pp=3", "pp=0", "pp=1,2"]
     assert longest[1] == found.compute
-    (said,) = idle_lines(found)
+    (said,) = pipeline_lines(found, chips)
     assert said.startswith("devices take different branches, and wait for the longest one: pp=3 ")
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
-from jaxpar.tools.explain.explained import idle_lines
 from jaxpar.tools.private_names import write_text
 
 NOTE = (
@@ -69,6 +68,7 @@ class Prediction:
     compile_seconds: float
     same_as: str | None  # the mode that compiles to the same program
     bands: tuple[str, ...] = ()  # errors of predictions of such work
+    pipeline: tuple[str, ...] = ()  # its bubble, and where one would be faster
 
     @property
     def exposed_share(self) -> float:
@@ -170,7 +170,7 @@ def notes(report: TargetResults) -> list[str]:
                 f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
                 "of HBM of a device"
             )
-    found += dict.fromkeys(line for p in report.predictions for line in idle_lines(p.timeline))
+    found += dict.fromkeys(line for p in report.predictions for line in p.pipeline)
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
         found.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")
@@ -230,7 +230,7 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
     played["events"] = tuple(
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")
     )
-    fields = _with_tuples(record, "bands")
+    fields = _with_tuples(record, "bands", "pipeline")
     names = ("loops_of_unknown_length", "kernels_of_unknown_cost", "runs")
     fields["timeline"] = Timeline(**_with_tuples(played, *names))
     fields["floor"] = Floor(**record["floor"])

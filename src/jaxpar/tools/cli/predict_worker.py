@@ -16,6 +16,7 @@ from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requeste
 from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request, request_from
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
+from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.private_names import (
     jitted_with,
     stays_within_a_slice,
@@ -74,6 +75,7 @@ def _predict(
         compile_seconds=compiled.seconds,
         same_as=None if first == program.mode else first,
         bands=tuple(map(str, bands_of(played, target))),
+        pipeline=pipeline_lines(played, target),
     )
 
 

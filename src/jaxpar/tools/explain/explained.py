@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.tools.accuracy.band import band_lines, bands_of
+from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line, chain_text
@@ -52,7 +53,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "utilisation": found.utilisation,
         "peak_bytes": played.peak_bytes,
         "capacity": program.target.chip.capacity if program.target.chip else 0,
-        "idle": idle_lines(played),
+        "pipeline": pipeline_lines(played, program.target),
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
         "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
@@ -142,7 +143,7 @@ def heading(record: Record) -> list[str]:
         lines.append(f"{least}; {held} of {size(record['capacity'])} of memory")
     else:
         lines.append(f"{held} of memory")
-    lines += record.get("idle", ())
+    lines += record.get("pipeline", ())
     lines.append(f"({_source(record)})")
     lines += map(at_least, record["kernels_of_unknown_cost"])
     bands = band_lines(record["bands"])
@@ -157,27 +158,6 @@ def at_least(kernel: str) -> str:
         f"at least: the FLOPs of the kernel {kernel} are unknown, so its figures are lower bounds; "
         "give it cost_estimate=pl.CostEstimate(...)"
     )
-
-
-def idle_lines(played: Timeline) -> list[str]:
-    """Returns what to say of a pipeline's bubble, and of places that compute longer than others."""
-    lines: list[str] = []
-    if played.bubble:
-        lines.append(
-            f"a device of the pipeline is idle for {us(played.bubble)} "
-            f"({_share(played.bubble, played.total)}), its bubble"
-            "; more microbatches or virtual stages make it shorter"
-        )
-    longest = sorted(played.compute_by_place.items(), key=lambda item: -item[1])
-    if longest and longest[0][1] - longest[-1][1] > SMALL * longest[0][1]:
-        named = [f"{place} computes {us(seconds)}" for place, seconds in longest[:MOST_PLACES]]
-        others = len(longest) - MOST_PLACES
-        more = f" (and {others} more)" if others > 0 else ""
-        lines.append(
-            "devices take different branches, and wait for the longest one: "
-            f"{', '.join(named)}{more}; share the longest out among the devices"
-        )
-    return lines
 
 
 def _devices(record: Record) -> str:

@@ -184,6 +184,20 @@ class Links:
             seconds[BETWEEN_SLICES in one.row] += self.least(one)
         return max(seconds)
 
+    @property
+    def apart(self) -> int:
+        """Returns how many slices, or hosts of GPUs, a slow network joins."""
+        return len(np.unique(self.slice if self.chip.torus else self.host))
+
+    def is_slow(self, row: str) -> bool:
+        """Returns whether transfers of a row go over that network."""
+        if self.chip.torus:
+            return BETWEEN_SLICES in row
+        hosts = self.host.reshape(self.mesh.devices.shape)
+        axes = zip(self.mesh.axis_names, range(hosts.ndim), strict=True)
+        over = row.rpartition(" ")[0].split(",")
+        return any((hosts != hosts.take([0], dim)).any() for name, dim in axes if name in over)
+
     def within(self, groups: Groups) -> int:
         """Returns a device's fewest links to its group."""
         if not self.chip.torus:

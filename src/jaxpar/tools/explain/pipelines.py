@@ -1,0 +1,70 @@
+"""What to say of a pipeline, of the longest stage, and where a pipeline would be faster."""
+
+from math import ceil
+
+from jaxpar.tools.private_names import us
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.target import Target
+from jaxpar.tools.timeline.timeline import Timeline
+
+_MOST = 4  # places that are named
+_NEAR = 0.01  # of the longest time: a smaller difference is not said
+_LEAST = 0.05  # of the step: shorter waits for a slow network suggest no pipeline
+
+
+def pipeline_lines(played: Timeline, target: Target) -> tuple[str, ...]:
+    lines = [_bubble(played, target), _longest(played), _faster(played, target)]
+    return tuple(filter(None, lines))
+
+
+def _bubble(played: Timeline, target: Target) -> str:
+    if not played.bubble:
+        return ""
+    text = (
+        f"a device of the pipeline is idle for {us(played.bubble)} "
+        f"({played.bubble / played.total:.0%}), its bubble; more microbatches or virtual stages "
+        "make it shorter"
+    )
+    if target.chip and Links(target.mesh, target.chip).apart == 1:
+        text += "; behind one fast network, FSDP has none"
+    return text
+
+
+def _longest(played: Timeline) -> str:
+    found = sorted(played.compute_by_place.items(), key=lambda item: -item[1])
+    if not found or found[0][1] - found[-1][1] <= _NEAR * found[0][1]:
+        return ""
+    named = [f"{place} computes {us(seconds)}" for place, seconds in found[:_MOST]]
+    more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
+    return (
+        "devices take different branches, and wait for the longest one: "
+        f"{', '.join(named)}{more}; share the longest out among the devices"
+    )
+
+
+def _faster(played: Timeline, target: Target) -> str:
+    """Returns from how many microbatches on a pipeline over slices or hosts is faster.
+
+    It would send activations in the place of weights and gradients. With p of them and m
+    microbatches its bubble is (p - 1) / (m + p - 1), and the waits must be a larger share.
+    """
+    if played.bubble or target.chip is None:
+        return ""
+    links = Links(target.mesh, target.chip)
+    slow = {
+        one.name
+        for one in played.transfers
+        if links.is_slow(one.row) and one.row.endswith(("gather", "scatter", "reduce"))
+    }
+    waits = (e.seconds for e in played.events if e.kind == "wait" and e.name in slow)
+    seconds = sum(waits, 0.0)
+    share = seconds / played.total if played.total else 0.0
+    if share < _LEAST:
+        return ""
+    count = ceil((links.apart - 1) * (1 - share) / share)
+    what = "slices" if target.chip.torus else "hosts"
+    return (
+        f"waits for gathers and sums between {links.apart} {what} take {us(seconds)} "
+        f"({share:.0%}): a pipeline over the {what} sends activations alone, and is faster from "
+        f"{count} microbatches on if its hops are hidden, as its bubble is then below {share:.0%}"
+    )
