@@ -60,7 +60,7 @@ def summary(found: dict[str, Any]) -> str:
         f"hidden\n"
         f"  HBM at most {found['peak'] / 2**30:.3f} GiB a device; compiled in "
         f"{found['seconds']:.0f} s"
-    )
+    ) + "".join(f"\n  {line}" for line in found["pipeline"])
 
 
 def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -74,6 +74,7 @@ def serve(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _compile(request: dict[str, Any]) -> dict[str, Any]:
     from jaxpar.schedule import compile_for, timeline
     from jaxpar.schedule import target as describe
+    from jaxpar.tools.explain.pipelines import pipeline_lines
     from language_model.curves import mesh_text
     from language_model.parallel import build_mesh
 
@@ -97,6 +98,7 @@ def _compile(request: dict[str, Any]) -> dict[str, Any]:
         "peak": played.peak_bytes,
         "seconds": compiled.seconds,
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
+        "pipeline": pipeline_lines(played, chosen),
     }
 
 

@@ -118,12 +118,13 @@ def test_weights_that_a_slow_network_gathers_suggest_a_pipeline(name, rows, what
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=P("fsdp"))
     local = jax.shard_map(loss, mesh=chips.mesh, in_specs=P("fsdp"), out_specs=P())
     played = timeline(compile_for(local, chips, x, w, w))
-    said = [line for line in pipeline_lines(played, chips) if "microbatches on" in line]
+    said = pipeline_lines(played, chips)
     assert bool(said) == bool(what)
     for line in said:
-        share, microbatches = re.search(r"(\d+)%\): .* from (\d+) microbatches on", line).groups()
         assert f"between {what} take" in line
-        count = int(microbatches)
-        bubble = 1 / (count + 1)
-        assert bubble <= int(share) / 100 + 0.005
-        assert count == 1 or 1 / count >= int(share) / 100 - 0.005
+        share = int(re.search(r"(\d+)%\): a pipeline over", line)[1]) / 100
+        found = re.search(r"faster from (\d+) microbatches on", line)
+        count = int(found[1]) if found else 1
+        assert found or "faster with any number of microbatches if" in line
+        assert 1 / (count + 1) <= share + 0.005  # its bubble
+        assert count == 1 or 1 / count >= share - 0.005  # that of one microbatch less

@@ -63,8 +63,9 @@ def _faster(played: Timeline, target: Target) -> str:
         return ""
     count = ceil((links.apart - 1) * (1 - share) / share)
     what = "slices" if target.chip.torus else "hosts"
+    least = f"from {count} microbatches on" if count > 1 else "with any number of microbatches"
     return (
         f"waits for gathers and sums between {links.apart} {what} take {us(seconds)} "
-        f"({share:.0%}): a pipeline over the {what} sends activations alone, and is faster from "
-        f"{count} microbatches on if its hops are hidden, as its bubble is then below {share:.0%}"
+        f"({share:.0%}): a pipeline over the {what} sends activations alone, and is faster {least} "
+        f"if its hops are hidden, as its bubble is then below {share:.0%}"
     )
