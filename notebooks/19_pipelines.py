@@ -68,7 +68,7 @@ print(pipeline.one_f_one_b(devices=4, microbatches=4))
 # device waits only for a short stage before its first work.
 
 
-# %% jupyter={"source_hidden": true} tags=["drawing", "docs/pipeline_schedule.png"]
+# %% jupyter={"source_hidden": true} tags=["drawing", "src/jaxpar/pipeline/schedule.png"]
 def draw(panel, schedule, title):
     """Draws a device a row; each trip has room for a forward and a backward pass."""
     length = 1 / schedule.virtual_stages  # a stage of half the layers takes half as long

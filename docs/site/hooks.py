@@ -27,6 +27,7 @@ PAGES = (
     *("benchmarks/*.md", "benchmarks/*/README.md", "benchmarks/*/*.png"),
     *("benchmarks/*.py", "benchmarks/language_model/*.py", "examples/*.py"),
     *("src/jaxpar/layout/README.md", "src/jaxpar/pipeline/README.md", "src/jaxpar/ring/README.md"),
+    "src/jaxpar/pipeline/schedule.png",
 )
 log = get_plugin_logger("site")
 
