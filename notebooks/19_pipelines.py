@@ -56,16 +56,17 @@ from jaxpar.schedule import compile_for, target, timeline
 # as long.
 #
 # In a *trip*, each device computes at most one forward and one backward pass, of different
-# microbatches. What one pass makes travels while the other one is computed.
+# microbatches. The result of one pass is sent while the other one is computed.
 
 # %%
 print(pipeline.one_f_one_b(devices=4, microbatches=4))
 
 # %% [markdown]
-# At first the last device has nothing to do, at the end the first one. This is the *bubble*. It is
-# smaller if each device has several stages that are not neighbours (*virtual stages*): device 0 has
-# stages 0 and 4, device 1 has stages 1 and 5. A microbatch then passes every device twice, and a
-# device waits only for a short stage before its first work.
+# At first the last device has nothing to do, and at the end again. The first device waits in
+# between, until the first backward pass reaches it. This is the *bubble*. It is smaller if each
+# device has several stages that are not neighbours (*virtual stages*): device 0 has stages 0 and 4,
+# device 1 has stages 1 and 5. A microbatch then passes every device twice. Stages are shorter, so a
+# device waits a shorter time before its first work.
 
 
 # %% jupyter={"source_hidden": true} tags=["drawing", "src/jaxpar/pipeline/schedule.png"]
@@ -106,9 +107,10 @@ plt.show()
 # %% [markdown]
 # ## 2. The bubble and the memory
 #
-# With p devices, m microbatches and v virtual stages the bubble is (p - 1) / (v m + p - 1). A
-# device keeps what its backward passes need, the *residuals*. `gpipe` keeps those of all
-# microbatches. The other two keep a number that does not grow with m.
+# With p devices, m microbatches and v virtual stages the bubble is (p - 1) / (v m + p - 1), if p
+# divides m. A device keeps what its backward passes need, the *residuals*. `gpipe` keeps those of
+# all microbatches, so `value_and_grad` refuses it. The other two stop growing: 1F1B at 2 p + 1
+# microbatches.
 
 # %%
 print("microbatches   bubble: gpipe  1f1b  v=2   v=4     residuals: gpipe  1f1b  v=2   v=4")
@@ -127,8 +129,9 @@ for m, v in ((8, 1), (8, 2), (16, 4)):
 # %% [markdown]
 # ## 3. A training step
 #
-# The model has a tied embedding and eight residual MLPs. On the mesh, two devices of `pp` have two
-# stages of two layers each. The weights are also sharded over `tp`, and the batch over `dp`.
+# The model has a tied embedding and eight residual MLPs. The mesh axis `pp` has size 2. Each of its
+# two places has two stages of two layers. The weights are also sharded over `tp`, and the batch
+# over `dp`.
 #
 # All devices run the same program in every trip. So a stage may use collectives over other axes,
 # such as the `psum` below. The last stage's result is cut along `last_dim`: each device of `pp`
@@ -219,8 +222,8 @@ for where, tree in (("pp=2", placed), ("pp=4", moved)):
 # %% [markdown]
 # ## 5. What a compiler makes of it
 #
-# The same functions, larger, are compiled for four TPU v5p chips. `timeline` plays the compiled
-# schedule. It knows which trips compute a loss, and which share of the passes is idle.
+# The same functions, larger, are compiled for four TPU v5p chips. `timeline` predicts the step. Its
+# bubble counts passes only, not the loss.
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "pp=4")

@@ -7,10 +7,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.schedule import compile_for, explain, target, timeline
+from jaxpar.schedule import Assumptions, compile_for, explain, target, timeline
 from jaxpar.tools.explain.pipelines import pipeline_lines
+from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.known_values import LoopState, Scope, UnknownError
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.places import Places, _name
+from jaxpar.tools.timeline.player import Player
 
 CHIPS = ["v5e:2x2", "h100:4"]
 RING = [(i, (i + 1) % 4) for i in range(4)]
@@ -211,6 +215,12 @@ TABLE = "  %t = s32[2,3] constant({ {0, -1, 2}, {3, 4, 5} })\n  %i = u32[] parti
          "  %x = u32[] select(%c, %i, %z)", [0, 1, 2, 2]),
         ("%z = s32[2] constant({5, 6})\n  %x = s32[2,3] broadcast(%z), dimensions={0}",
          [[[5, 5, 5], [6, 6, 6]]]),
+        ("%x = s32[] iota(), iota_dimension=0", [0]),
+        ("%z = u64[] constant(18446744073709551615)\n  %u = u64[] constant(3)\n"
+         "  %x = u64[] divide(%z, %u)", [6148914691236517205]),
+        ("%z = u32[] constant(2)\n  %c = pred[] compare(%i, %z), direction=LT\n"
+         "  %a = s32[4] constant({1, 2, 3, 4})\n  %b = s32[4] negate(%a)\n"
+         "  %x = s32[4] select(%c, %a, %b)", [[1, 2, 3, 4]] * 2 + [[-1, -2, -3, -4]] * 2),
     ],
 )  # fmt: skip
 def test_integers(lines, right):
@@ -224,7 +234,9 @@ def test_integers(lines, right):
         "%x = s32[3] copy(%p)",
         "%x = s32[40] constant({...})",
         "%z = s32[] constant(0)\n  %u = s32[] constant(2)\n  %x = s32[] divide(%u, %z)",
-        "%x = s32[3,2] bitcast(%t)",  # of another order
+        "%s = s32[2,2]{1,0} iota(), iota_dimension=1\n  %x = s32[2,2]{0,1} bitcast(%s)",  # turned
+        "%z = s32[] constant(1)\n  %s = (s32[], s32[], u32[]) copy-start(%z)\n"
+        "  %x = s32[] get-tuple-element(%s), index=1",
         "%z = f32[] constant(2)\n  %x = s32[] convert(%z)",
     ],
 )
@@ -270,11 +282,65 @@ ENTRY %e () -> (s32[], s32[]) {
     assert state.at(4000).value(m).tolist() == [sum(range(4000))]
 
 
+def test_a_long_chain_of_integers():
+    lines = ["%c0 = s32[] constant(0)", "%one = s32[] constant(1)"]
+    lines += [f"%c{n + 1} = s32[] add(%c{n}, %one)" for n in range(5000)]
+    text = "\n".join(f"  {line}" for line in [*lines, "ROOT %r = s32[] constant(0)"])
+    assert values(text, "c5000").tolist() == [5000]
+
+
+def test_a_loop_whose_state_is_a_number():
+    text = (
+        HEAD
+        + """
+%body (s: s32[]) -> s32[] {
+  %s = s32[] parameter(0)
+  %one = s32[] constant(1)
+  ROOT %next = s32[] add(%s, %one)
+}
+
+%condition (o: s32[]) -> pred[] {
+  %o = s32[] parameter(0)
+  %limit = s32[] constant(3)
+  ROOT %less = pred[] compare(%o, %limit), direction=LT
+}
+
+ENTRY %e () -> s32[] {
+  %zero = s32[] constant(0)
+  ROOT %loop = s32[] while(%zero), condition=%condition, body=%body
+}
+"""
+    )
+    assert LoopState(Scope(4), parse(text).entry.root).trips() == 3
+
+
+def test_a_player_waits_for_those_of_its_groups_alone():
+    chips = target("v5e:2x2", "pp=4")
+    places = Places(Player(Links(chips.mesh, chips.chip), Assumptions()), 6, 1, lambda op: None)
+    places.players += [places.players[0].clone(), places.players[0].clone()]
+    for player, now in zip(places.players, (1.0, 5.0, 2.0), strict=True):
+        player.now = now
+    places.place[:] = [0, 1, 0, 1, 2, 2]
+    places.active = [0, 1, 2]
+    message = Message("all-reduce", 8.0, groups=[[0, 1], [2, 3], [4, 5]])
+    assert places._begins(message) == {0: 5.0, 1: 5.0, 2: 2.0}
+    assert places._begins(Message("all-reduce", 8.0)) == {0: 5.0, 1: 5.0, 2: 5.0}
+
+
+def test_names_of_places_are_their_own():
+    nine = target("v5e:4x4").mesh.devices.flat[:9]
+    mesh = jax.sharding.Mesh(nine.reshape(3, 3), ("a", "b"))
+    names = [_name(mesh, np.array(own)) for own in ([0, 4], [1, 3], [2, 5, 6, 7, 8], [0, 1, 2])]
+    assert names == ["devices 0, 4", "devices 1, 3", "devices 2, 5, 6, 7 and 1 more", "a=0"]
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "bool"])
 def test_tables_are_in_the_text(dtype, chips):
     """Also those that the compiler stores in another order."""
     table = RANDOM.integers(0, 2 if dtype == "bool" else 100, (12, 5)).astype(dtype)
     table = -table if dtype.startswith("int") else table
+    if dtype != "bool":
+        table[3] = np.iinfo(dtype).max, np.iinfo(dtype).min, 0, 1, np.iinfo(dtype).max - 1
 
     def step(x):
         def trip(i, x):

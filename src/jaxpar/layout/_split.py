@@ -249,8 +249,8 @@ class Interleaved:
     """Mesh axes of a pipeline, for a dimension that stacks layers.
 
     Rules and `axes` take it in the place of a mesh axis. Device i of p has stages i, i + p and so
-    on. So the layers lie in the order of devices on the mesh, as `jaxpar.pipeline` takes them, and
-    in the model's order elsewhere: in `Layout.place`, `gather`, `init` and all files.
+    on. So arrays on the mesh have the order of devices, as `jaxpar.pipeline` takes them. What
+    `Layout.place` takes, `gather` returns and files hold is in the model's order.
 
     Args:
       axes: mesh axes.

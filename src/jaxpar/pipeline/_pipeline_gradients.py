@@ -31,22 +31,22 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function, to call inside `jax.shard_map`, for a pipeline's mean loss and gradients.
 
-    Every device runs the same program in every trip, so functions may use collectives over axes
-    other than `axis`, such as those of tensor parallelism.
+    All devices run the same program, so functions may use collectives over other axes than `axis`.
 
     Args:
       stage_fn: `(layers, x, microbatch) -> x` of one stage, whose leaves of `layers` are
         `[layers of a stage, ...]`, such as for `jax.lax.scan`. The pytree x keeps its structure,
-        shapes and dtypes, which are floats. For recomputation wrap it in `jax.checkpoint`. A pair
-        of activations and a sum of auxiliary losses is a pytree, too. Other values that it closes
-        over, such as masks, get no gradient here.
-      first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings.
+        shapes and dtypes, which are floats, and may hold a sum of auxiliary losses. To recompute
+        activations, wrap the stage in `jax.checkpoint`. Values that it closes over, such as masks,
+        get no gradient.
+      first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings. All
+        devices run it, batched over microbatches.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
-        of x, as in `mean_loss`. All devices compute a part, and may use collectives over `axis`.
+        of x, as in `mean_loss`. It may use collectives over `axis`, but must not sum `loss_sum`.
       schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
       axis: the mesh axis of the pipeline.
-      batch_axes: other axes that losses are spread over, as `axis` of `mean_value_and_grad`.
-      specs: pytree prefix of `PartitionSpec`s for `(layers, shared)`, as in `mean_value_and_grad`.
+      batch_axes: the mesh axes that split the batch, such as `"dp"`.
+      specs: pytree prefix of `PartitionSpec`s for `(layers, shared)`, for `check_vma=False`.
       last_dim: dimension of a stage's result that is cut over `axis` for `last_fn`.
 
     Returns:
@@ -57,16 +57,16 @@ def value_and_grad(
       `mean_value_and_grad`.
 
     Raises:
-      TypeError: a stage changes the structure, shapes or dtypes of x.
-      ValueError: the schedule is for another number of devices; `virtual_stages` does not divide
-        the layers of a device; a leaf of `layers` is replicated over `axis`; `microbatches` does
-        not divide a batch leaf; the devices do not divide `last_dim`; a stage uses a collective
-        over `axis`, or closes over parameters; or as in `mean_value_and_grad`.
+      TypeError: `first_fn` returns no floats; a stage changes structure, shapes or dtypes of x.
+      ValueError: the schedule is `gpipe`'s, or for another number of devices; `virtual_stages` does
+        not divide the layers of a device; a leaf of `layers` is replicated over `axis`;
+        `microbatches` does not divide a batch leaf; the devices do not divide dimension `last_dim`;
+        a stage uses a collective over `axis`, or closes over parameters; as `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
-    cotangent once to a neighbour, during a stage's work. It holds the residuals of
-    `schedule.peak_activations()` microbatches, the inputs of all microbatches, and all gradients in
-    float32 or wider.
+    cotangent to a neighbour, and to others `2 (p - 1) / p` of x for the loss. It holds the
+    residuals of `schedule.peak_activations()` microbatches, what enters the first stage of all
+    microbatches, and all gradients in float32 or wider.
 
     Example:
       >>> mesh = make_mesh("pp=8")

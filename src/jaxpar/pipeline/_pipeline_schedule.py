@@ -1,10 +1,9 @@
 """Pipeline schedules as data: what each device computes in each trip.
 
-A model is cut into `devices * virtual_stages` stages, and stage `s` is on device `s % devices`. So
-activations travel around the ring of devices, once for each virtual stage.
+A model is cut into `devices * virtual_stages` stages. Stage `s` is on device `s % devices`.
 
 In each trip, a device computes at most one forward pass and then one backward pass, of different
-microbatches. What one pass makes travels during the other, and is used in the next trip. So a
+microbatches. The result of one pass is sent during the other, and is used in the next trip. So a
 microbatch takes one trip for each stage. Its loss is computed in the trip after the last stage, by
 all devices. Three devices with two stages each, and three microbatches:
 
@@ -81,10 +80,12 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
+        """The stages of all devices."""
         return self.devices * self.virtual_stages
 
     @property
     def microbatches(self) -> int:
+        """The number of microbatches."""
         return len(self.starts)
 
     @property
@@ -133,7 +134,7 @@ class PipelineSchedule:
         return 1 - busy / (forward * forwards + backward * backwards)
 
     def peak_activations(self) -> float:
-        """Returns the most microbatches whose residuals a device holds, of all of its stages."""
+        """Returns the most passes whose residuals a device holds, divided by its stages."""
         return max(map(_most_alive, self.trips())) / self.virtual_stages
 
     def to_csv(self, path: str | PathLike[str]) -> None:
@@ -160,17 +161,16 @@ class PipelineSchedule:
 def interleaved_1f1b(
     devices: Integer, microbatches: Integer, virtual_stages: Integer = 1
 ) -> PipelineSchedule:
-    """Returns the schedule in which devices alternate between forward and backward passes.
+    """Returns the schedule of forward passes, then one forward and one backward pass in turn.
 
     Args:
       devices: the size of the pipeline's axis.
-      microbatches: their number. With several virtual stages, a last group of fewer than `devices`
-        microbatches takes as long as a full one.
+      microbatches: their number. They enter in groups of `devices`.
       virtual_stages: stages of each device. With more of them the bubble is smaller.
 
     Returns:
-      A schedule whose bubble is `(devices - 1) / (virtual_stages * microbatches + devices - 1)`, if
-      all groups are full.
+      A schedule of bubble `(devices - 1) / (virtual_stages * microbatches + devices - 1)`. With
+      several virtual stages and a smaller last group it is larger.
 
     Raises:
       ValueError: an argument is below 1.
@@ -211,7 +211,7 @@ def one_f_one_b(devices: Integer, microbatches: Integer) -> PipelineSchedule:
 def gpipe(devices: Integer, microbatches: Integer) -> PipelineSchedule:
     """Returns the schedule in which all forward passes come before the first backward pass.
 
-    It is there for comparison: devices hold the residuals of all microbatches.
+    For comparison only: `value_and_grad` refuses it. Devices would hold all residuals.
 
     Example:
       >>> gpipe(4, 16).peak_activations()

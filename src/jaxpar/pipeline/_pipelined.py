@@ -1,4 +1,4 @@
-"""Computes a pipelined loss and its gradients: one scan over the trips of a schedule."""
+"""Computes a pipelined loss and its gradients by scans over the trips of a schedule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What to say of a pipeline, of the longest stage, and where a pipeline would be faster."""
 
-from math import ceil
+from math import floor
 
 from jaxpar.tools.private_names import us
 from jaxpar.tools.timeline.links import Links
@@ -18,7 +18,7 @@ def pipeline_lines(played: Timeline, target: Target) -> tuple[str, ...]:
 
 
 def _bubble(played: Timeline, target: Target) -> str:
-    if not played.bubble:
+    if not played.bubble or not played.total:
         return ""
     text = (
         f"a device of the pipeline is idle for {us(played.bubble)} "
@@ -54,14 +54,14 @@ def _faster(played: Timeline, target: Target) -> str:
     slow = {
         one.name
         for one in played.transfers
-        if links.is_slow(one.row) and one.row.endswith(("gather", "scatter", "reduce"))
+        if one.slow and one.row.endswith(("gather", "scatter", "reduce"))
     }
     waits = (e.seconds for e in played.events if e.kind == "wait" and e.name in slow)
     seconds = sum(waits, 0.0)
     share = seconds / played.total if played.total else 0.0
     if share < _LEAST:
         return ""
-    count = ceil((links.apart - 1) * (1 - share) / share)
+    count = floor((links.apart - 1) * (1 - share) / share) + 1
     what = "slices" if target.chip.torus else "hosts"
     least = f"from {count} microbatches on" if count > 1 else "with any number of microbatches"
     return (

@@ -245,8 +245,8 @@ class Watch:
             return
         self._printed.add(self.trouble["key"])
         call = self.pending[0] if self.pending else self.active[-1] if self.active else None
-        meshes = [program.mesh for program in list(self.programs.values()) if program.mesh]
-        mesh = meshes[-1] if meshes else None
+        programs = [*self.programs.values(), *([call.program] if call and call.program else ())]
+        mesh = next((one.mesh for one in reversed(programs) if one.mesh), None)
         report(self.rank, self.count, self.trouble, states, call, mesh)
         if self.last is not None and self.last.exit_code is not None:
             # The others print it too, so process 0 must keep the board until then.

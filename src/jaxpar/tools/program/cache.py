@@ -20,7 +20,7 @@ from jaxpar.tools.timeline.target import Target
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 MOST_BYTES = 2**30  # of all files in a folder; the last used stay
-_FORM = 1  # of a saved program; a new number makes old files useless
+_FORM = 2  # of a saved program; a new number makes old files useless
 _ABANDONED_S = 24 * 3600  # an older half-written file has no writer any more
 
 

@@ -18,13 +18,16 @@ Known = Any
 Wanted = set[int] | None  # elements of a tuple; None: all
 Parameters = Callable[[int, Wanted], Known]
 
-MOST_TRIPS = 1_000_000
+MOST_TRIPS = 100_000
 _DTYPES = {"pred": np.bool_} | {
     f"{letter}{bits}": np.dtype(f"{kind}{bits}")
     for letter, kind in (("s", "int"), ("u", "uint"))
     for bits in (8, 16, 32, 64)
 }
-_SAME = {"copy", "copy-done", "optimization-barrier", "opt-barrier"}
+_MOVES = {
+    *("constant", "partition-id", "replica-id", "custom-call", "iota", "compare", "convert"),
+    *("bitcast", "reshape", "broadcast", "transpose", "slice", "dynamic-slice", "concatenate"),
+}
 ARITHMETIC: dict[str, Callable[..., Known]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -90,8 +93,24 @@ class Scope:
     def value(self, i: Instruction, wanted: Wanted = None) -> Known:
         key = i, wanted and frozenset(wanted)
         if key not in self._values:
+            self._compute_operands(i)
             self._values[key] = self._value(i, wanted)
         return self._values[key]
+
+    def _compute_operands(self, i: Instruction) -> None:
+        # In order: a chain of them may be longer than Python's stack is deep.
+        todo = [i]
+        while todo:
+            last = todo[-1]
+            left = [
+                one
+                for one in (last.operands if _is_array_operation(last) else ())
+                if _is_array_operation(one) and (one, None) not in self._values
+            ]
+            if left:
+                todo.append(left[0])
+            elif todo.pop() is not i:
+                self._values[last, None] = self._value(last, None)
 
     def _value(self, i: Instruction, wanted: Wanted) -> Known:
         match i.opcode:
@@ -103,12 +122,16 @@ class Scope:
                 chosen = range(len(i.operands)) if wanted is None else wanted
                 return {n: self.value(i.operands[n]) for n in chosen}
             case "get-tuple-element":
-                return self.value(i.operands[0], {index_of(i)})[index_of(i)]
+                index = int(i.after("index="))
+                found = self.value(i.operands[0], {index})
+                if index not in found:  # of a copy's start
+                    raise UnknownError
+                return found[index]
             case "copy-start":  # (destination, source, context)
                 return {0: self.value(i.operands[0])}
             case "copy-done":
                 return self.value(i.operands[0], {0})[0]
-            case opcode if opcode in _SAME:
+            case "copy" | "opt-barrier":
                 return self.value(i.operands[0], wanted)
             case "fusion" | "call":
                 # Only what the result needs: a fusion's other operands may be arrays.
@@ -118,7 +141,7 @@ class Scope:
 
     def _array(self, i: Instruction) -> Known:
         (array,) = i.arrays if len(i.arrays) == 1 else (None,)
-        if array is None or array.dtype not in _DTYPES:
+        if array is None or array.dtype not in _DTYPES or not _is_array_operation(i):
             raise UnknownError
         dtype = _DTYPES[array.dtype]
         match i.opcode:
@@ -126,23 +149,21 @@ class Scope:
                 return _constant(i.operand_text, dtype).reshape(1, *array.shape)
             case "partition-id":
                 return np.tile(np.arange(self.partitions, dtype=dtype), max(self.slices, 1))
-            case "custom-call" if i.target == "SliceId" and self.slices:
+            case "custom-call":
+                if i.target != "SliceId" or not self.slices:
+                    raise UnknownError
                 return np.repeat(np.arange(self.slices, dtype=dtype), self.partitions)
             case "replica-id":
                 return np.zeros(1, dtype)
             case "iota":
-                dim = integers(i.after("iota_dimension="))[0]
+                if not array.shape:
+                    return np.zeros(1, dtype)
+                dim = int(i.after("iota_dimension="))
                 numbers = np.arange(array.shape[dim], dtype=dtype)
                 shape = [size if d == dim else 1 for d, size in enumerate(array.shape)]
                 return np.broadcast_to(numbers.reshape(shape), array.shape)[None]
-            case "compare" | "convert" | "bitcast" | "reshape" | "broadcast" | "transpose":
-                pass
-            case "slice" | "dynamic-slice" | "concatenate":
-                pass
-            case opcode if opcode in ARITHMETIC:
-                pass
             case _:
-                raise UnknownError
+                pass
         found = [self.value(operand) for operand in i.operands]
         made = _made(i, array.shape, found)
         return np.asarray(made).astype(dtype)
@@ -157,18 +178,18 @@ def _made(i: Instruction, shape: tuple[int, ...], found: list[Known]) -> Known:
         case "convert":
             return x
         case "bitcast" | "reshape":
-            # A bitcast may also transpose. It does not if only sizes of 1 come or go.
-            if i.opcode == "bitcast" and _long(x.shape[1:]) != _long(shape):
+            # A bitcast keeps the order in memory.
+            if i.opcode == "bitcast" and not (_is_row_major(i.operands[0]) and _is_row_major(i)):
                 raise UnknownError
             return x.reshape(len(x), *shape)
         case "broadcast":
-            dims = _listed(i, "dimensions")
+            dims = integers(i.after("dimensions={"))
             sizes = [x.shape[1 + dims.index(d)] if d in dims else 1 for d in range(len(shape))]
             return np.broadcast_to(x.reshape(len(x), *sizes), (len(x), *shape))
         case "transpose":
-            return x.transpose(0, *(1 + dim for dim in _listed(i, "dimensions")))
+            return x.transpose(0, *(1 + dim for dim in integers(i.after("dimensions={"))))
         case "concatenate":
-            return np.concatenate(_alike(found), 1 + _listed(i, "dimensions")[0])
+            return np.concatenate(_alike(found), 1 + integers(i.after("dimensions={"))[0])
         case "slice":
             parts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", i.attributes.split("}")[0])
             steps = [slice(int(start), int(stop), int(step or 1)) for start, stop, step in parts]
@@ -177,7 +198,11 @@ def _made(i: Instruction, shape: tuple[int, ...], found: list[Known]) -> Known:
             rows = _alike([x, *found[1:]])
             return np.stack([_part(shape, *own) for own in zip(*rows, strict=True)])
         case _:
-            return ARITHMETIC[i.opcode](*found)
+            # A scalar may choose for an array.
+            sizes = [x.shape[1:] or (1,) * len(shape) for x in found]
+            return ARITHMETIC[i.opcode](
+                *(x.reshape(len(x), *own) for x, own in zip(found, sizes, strict=True))
+            )
 
 
 def _part(shape: tuple[int, ...], x: Known, *starts: Known) -> Known:
@@ -193,13 +218,16 @@ def _alike(found: list[Known]) -> list[Known]:
     return [np.broadcast_to(x, (most, *x.shape[1:])) for x in found]
 
 
-def _long(shape: Sequence[int]) -> list[int]:
-    return [size for size in shape if size > 1]
+def _is_array_operation(i: Instruction) -> bool:
+    return i.opcode in _MOVES or i.opcode in ARITHMETIC
 
 
-def _listed(i: Instruction, key: str) -> list[int]:
-    found = re.search(rf"\b{key}=\{{([0-9,]*)\}}", i.attributes)
-    return integers(found[1]) if found else []
+def _is_row_major(i: Instruction) -> bool:
+    """Returns whether its dimensions are in order in memory, but for those of size 1."""
+    found = re.search(r"\]\{([0-9,]+)", i.type_text)
+    order = integers(found[1])[::-1] if found else []
+    long = [dim for dim in order if i.arrays[0].shape[dim] > 1]
+    return long == sorted(long)
 
 
 def _unsigned(x: Known) -> Known:
@@ -209,7 +237,8 @@ def _unsigned(x: Known) -> Known:
 def _towards_zero(x: Known, y: Known) -> Known:
     if not np.all(y):
         raise UnknownError
-    return np.where((x < 0) == (y < 0), 1, -1) * (abs(x) // abs(y))
+    quotient = abs(x) // abs(y)
+    return np.where((x < 0) == (y < 0), quotient, -quotient)
 
 
 def _constant(text: str, dtype: Any) -> Known:
@@ -219,25 +248,23 @@ def _constant(text: str, dtype: Any) -> Known:
     return np.array([word == "true" if word.isalpha() else int(word) for word in words], dtype)
 
 
-def index_of(element: Instruction) -> int:
-    return int(element.after("index="))
-
-
 class LoopState:
     """A loop's state before each trip, in the scope around it."""
 
     def __init__(self, around: Scope, loop: Instruction) -> None:
         self._around, self._loop = around, loop
         self._condition, self._body = loop.called_as("condition"), loop.called_as("body")
-        self._elements: dict[int, list[Known]] = {}  # by trip; None: unknown
+        self._elements: dict[int | None, list[Known]] = {}  # by trip; None: unknown
 
     def at(self, trip: int) -> Scope:
         """Returns the scope of a trip."""
 
         def state(_: int, wanted: Wanted) -> Known:
-            if wanted is None:
+            if wanted is not None:
+                return {n: self._element(n, trip) for n in wanted}
+            if self._loop.type_text.startswith("("):
                 raise UnknownError
-            return {n: self._element(n, trip) for n in wanted}
+            return self._element(None, trip)  # a state that is no tuple
 
         return self._around.with_parameters(state)
 
@@ -259,7 +286,7 @@ class LoopState:
                 return None
         return None
 
-    def _element(self, n: int, trip: int) -> Known:
+    def _element(self, n: int | None, trip: int) -> Known:
         known = self._elements.setdefault(n, [])
         # In order: an element needs others, and itself, of the trip before.
         while len(known) <= trip:
@@ -268,10 +295,13 @@ class LoopState:
             raise UnknownError
         return known[trip]
 
-    def _next(self, n: int, trip: int) -> Known:
+    def _next(self, n: int | None, trip: int) -> Known:
+        wanted = None if n is None else {n}
         try:
             if not trip:
-                return self._around.value(self._loop.operands[0], {n})[n]
-            return self.at(trip - 1).value(self._body.root, {n})[n]
+                found = self._around.value(self._loop.operands[0], wanted)
+            else:
+                found = self.at(trip - 1).value(self._body.root, wanted)
         except UnknownError:
             return None
+        return found if n is None else found[n]

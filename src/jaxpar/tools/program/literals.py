@@ -9,7 +9,7 @@ from jaxpar.tools.program.protobuf import fields_of, numbers_of
 
 MOST = 1 << 16  # numbers of a table that is written out
 _LEFT_OUT = re.compile(
-    r"%([\w.\-]+) = (?:[su](8|16)|[su](?:32|64)|pred)\[([0-9,]+)\](?:\{([0-9,]*)[^}]*\})?"
+    r"%([\w.\-]+) = (?:([su])(8|16|32|64)|pred)\[([0-9,]+)\](?:\{([0-9,]*)[^}]*\})?"
     r" constant\((\{\.\.\.\})\)"
 )
 # Fields of XLA's protobufs of modules, computations and instructions, and a literal's shape.
@@ -28,7 +28,7 @@ def text_of(compiled: Any) -> str:
         proto = module.as_serialized_hlo_module_proto()
         for instruction in _inside(_inside([proto], _COMPUTATION), _INSTRUCTION):
             fields = dict(fields_of(instruction))
-            if (name := fields[_NAME].decode()) in wanted:
+            if (name := fields[_NAME].decode()) in wanted and _LITERAL in fields:
                 literals[name] = dict(fields_of(fields[_LITERAL]))
     return _LEFT_OUT.sub(lambda found: _written(found, literals.get(found[1], {})), text)
 
@@ -39,15 +39,17 @@ def _inside(messages: Any, field: int) -> Any:
 
 def _written(found: re.Match[str], literal: dict[int, Any]) -> str:
     packed = [value for key, value in literal.items() if key != _SHAPE]
-    shape = [int(size) for size in found[3].split(",")]
+    is_signed, bits = found[2] == "s", int(found[3] or 1)
+    shape = [int(size) for size in found[4].split(",")]
     if len(packed) != 1 or np.prod(shape) > MOST:
         return found[0]
-    if found[2]:  # narrow integers are bytes
-        numbers = np.frombuffer(packed[0], f"<i{int(found[2]) // 8}")
+    if bits in (8, 16):  # bytes
+        numbers = np.frombuffer(packed[0], f"<{'i' if is_signed else 'u'}{bits // 8}")
     else:
-        numbers = np.array([number - (number >> 63 << 64) for number in numbers_of(packed[0])])
+        numbers = np.array([*numbers_of(packed[0])], np.uint64)
+        numbers = numbers.astype(np.int64) if is_signed else numbers
     # The major dimension comes first. The layout names the minor one first.
-    order = [int(dim) for dim in (found[4] or "").split(",") if dim][::-1] or range(len(shape))
+    order = [int(dim) for dim in (found[5] or "").split(",") if dim][::-1] or range(len(shape))
     stored = numbers.reshape([shape[dim] for dim in order])
     table = str(stored.transpose(np.argsort(order)).tolist())
     return found[0].replace("{...}", table.replace("[", "{").replace("]", "}"))

@@ -26,6 +26,7 @@ class Event:
       queued: seconds for which a transfer's links were busy.
       latency: a transfer's seconds besides those of its bytes.
       links: a transfer's mean number of links per device.
+      slow: whether a transfer goes over the network between slices, or hosts of GPUs.
 
     Example:
       >>> Event("dot.1", "jit(f)/dot_general", "compute", "compute", 0.0, 2e-6).seconds
@@ -45,6 +46,7 @@ class Event:
     queued: float = 0.0
     latency: float = 0.0
     links: float = 0.0
+    slow: bool = False
 
     @property
     def seconds(self) -> float:

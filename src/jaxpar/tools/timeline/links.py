@@ -189,14 +189,11 @@ class Links:
         """Returns how many slices, or hosts of GPUs, a slow network joins."""
         return len(np.unique(self.slice if self.chip.torus else self.host))
 
-    def is_slow(self, row: str) -> bool:
-        """Returns whether transfers of a row go over that network."""
+    def is_slow(self, transfer: Transfer) -> bool:
+        """Returns whether it goes over that network."""
         if self.chip.torus:
-            return BETWEEN_SLICES in row
-        hosts = self.host.reshape(self.mesh.devices.shape)
-        axes = zip(self.mesh.axis_names, range(hosts.ndim), strict=True)
-        over = row.rpartition(" ")[0].split(",")
-        return any((hosts != hosts.take([0], dim)).any() for name, dim in axes if name in over)
+            return BETWEEN_SLICES in transfer.row
+        return bool((transfer.route.links >= 2 * self.devices).any())
 
     def within(self, groups: Groups) -> int:
         """Returns a device's fewest links to its group."""

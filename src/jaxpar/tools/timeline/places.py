@@ -1,6 +1,7 @@
 """Simulates a program on all devices, which may take different branches."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -17,6 +18,8 @@ from jaxpar.tools.program.operations import (
     Operation,
     Schedule,
 )
+
+_MOST = 4  # devices that are named one by one
 
 
 @runtime_checkable
@@ -71,11 +74,11 @@ class Places(Generic[Player]):
                 case Call(source=source):
                     self._run(operation.runs[0], scope.called(source.operands if source else ()))
                 case _:
-                    others = 0.0
-                    if isinstance(operation, Collective) and self._joins(operation.message):
-                        others = max(self.players[number].now for number in self.active)
+                    begins: dict[int, float] = {}
+                    if isinstance(operation, Collective) and len(self.active) > 1:
+                        begins = self._begins(operation.message)
                     for number in self.active:
-                        self.players[number].step(operation, others)
+                        self.players[number].step(operation, begins.get(number, 0.0))
 
     def _loop(self, loop: Loop, scope: Scope) -> None:
         state = LoopState(scope, loop.source) if loop.source else None
@@ -119,12 +122,17 @@ class Places(Generic[Player]):
                 self.players.append(self.players[number].clone())
         return found
 
-    def _joins(self, message: Message) -> bool:
-        """Returns whether devices of several players take part in one exchange."""
-        if len(self.active) == 1 or message.between_slices:
-            return len(self.active) > 1
-        groups = message.pairs or message.groups or [range(self.place.shape[1])]
-        return any(len({*own[list(group)].tolist()}) > 1 for own in self.place for group in groups)
+    def _begins(self, message: Message) -> dict[int, float]:
+        """Returns when the last player comes to each player's exchange."""
+        groups = [self.active]
+        if not message.between_slices:
+            members = message.pairs or message.groups or [range(self.place.shape[1])]
+            groups = [own[list(group)].tolist() for own in self.place for group in members]
+        begins: dict[int, float] = {}
+        for group in groups:
+            last = max(self.players[number].now for number in group)
+            begins |= {number: max(last, begins.get(number, 0.0)) for number in group}
+        return begins
 
     def computed(
         self, mesh: Mesh, places: Int[np.ndarray, "slices partitions"]
@@ -135,18 +143,20 @@ class Places(Generic[Player]):
         """
         groups = [np.sort(places[self.place == number]) for number in range(len(self.players))]
         seconds = [player.computed for player in self.players]
-        named = {_name(mesh, own): one for own, one in zip(groups, seconds, strict=True)}
-        return named if len(named) > 1 else {}
+        if len(groups) == 1:
+            return {}
+        return {_name(mesh, own): one for own, one in zip(groups, seconds, strict=True)}
 
 
 def _name(mesh: Mesh, devices: Int[np.ndarray, " own"]) -> str:
     """Names devices by axes along which they are not all, as in `"pp=3"`."""
-    places = np.unravel_index(devices, tuple(mesh.shape.values()))
-    parts = [
-        f"{name}={','.join(map(str, own))}"
-        for name, size, own in zip(
-            mesh.axis_names, mesh.shape.values(), map(np.unique, places), strict=True
-        )
-        if len(own) < size
-    ]
-    return " ".join(parts) or f"{len(devices)} devices from {devices[0]} on"
+    places = map(np.unique, np.unravel_index(devices, tuple(mesh.shape.values())))
+    own = dict(zip(mesh.axis_names, places, strict=True))
+    if prod(map(len, own.values())) > len(devices):
+        more = f" and {len(devices) - _MOST} more" if len(devices) > _MOST else ""
+        return f"devices {', '.join(map(str, devices[:_MOST]))}{more}"
+    return " ".join(
+        f"{name}={','.join(map(str, found))}"
+        for name, found in own.items()
+        if len(found) < mesh.shape[name]
+    )

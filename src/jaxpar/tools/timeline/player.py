@@ -132,8 +132,12 @@ class Player:
                     total += max(map(self.length, operation.runs))
                 case Conditional(taken=int(taken)):
                     total += self.length(operation.runs[taken])
-                case Call() | Loop():
-                    total += sum(map(self.length, operation.runs), 0.0)
+                case Call():
+                    total += self.length(operation.runs[0])
+                case Loop():
+                    trips = operation.trips
+                    trips = self.assumed.trips_of(operation.op) if trips is None else trips
+                    total += (1 if trips is None else trips) * self.length(operation.runs[1])
                 case _:
                     total += self._seconds(operation.work)
         return total
@@ -220,6 +224,7 @@ class Player:
             queued=max(0.0, end - latency - called - float(seconds.max(initial=0.0))),
             latency=latency,
             links=self.links.used(transfer),
+            slow=self.links.is_slow(transfer),
         )
         if start.is_synchronous:
             self.events.append(replace(event, synchronous=True))
