@@ -32,9 +32,8 @@ def last(shared, x, batch):  # x [1, s/4, d]
     return jnp.sum(jnp.square((x @ shared).astype("float32"))), x.size
 
 
-@pytest.fixture(scope="module", params=["v5p:2x2x1", "v6e:2x2", "h100:4"])
-def program(request):
-    chips = target(request.param, "pp=4")
+def compiled(name):
+    chips = target(name, "pp=4")
     step = value_and_grad(stage, lambda shared, batch: batch, last, SCHEDULE, "pp", last_dim=1)
     specs = {"up": P("pp"), "down": P("pp")}, P()
     local = jax.shard_map(step, mesh=chips.mesh, in_specs=(*specs, P()), out_specs=(P(), specs))
@@ -54,7 +53,17 @@ def half(one):
     return "backward" if "transpose(" in one.op else "forward"
 
 
-def test_both_hops_start_before_the_other_half(program):
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "v6e:2x2", "h100:4"])
+def test_a_step(name):
+    """One test, so that workers do not compile one program several times."""
+    program = compiled(name)
+    check_both_hops_start_before_the_other_half(program)
+    check_passes_and_losses_that_are_played(program)
+    check_gradients_and_residuals_are_updated_in_place(program)
+    check_the_bubble_is_said(program)
+
+
+def check_both_hops_start_before_the_other_half(program):
     loops = [one for one in program.module.entry.operations if isinstance(one, Loop)]
     bodies = [one.runs[1].operations for one in loops]
     (both,) = (body for body in bodies if {"forward", "backward"} <= set(map(half, body)))
@@ -67,7 +76,7 @@ def test_both_hops_start_before_the_other_half(program):
     assert firsts == ["hop", "forward", "hop", "backward"]
 
 
-def test_passes_and_losses_that_are_played(program):
+def check_passes_and_losses_that_are_played(program):
     """Forward and backward passes are in as many trips as the formula says, losses in eight."""
     played = timeline(program)
     found = Counter()
@@ -87,7 +96,7 @@ def test_passes_and_losses_that_are_played(program):
     assert not played.compute_by_place
 
 
-def test_gradients_and_residuals_are_updated_in_place(program):
+def check_gradients_and_residuals_are_updated_in_place(program):
     """Copied are at most activations, and on GPUs gradients of shared parameters."""
     hlo = program.module.hlo
     inside = (i for c in hlo.computations.values() if c is not hlo.entry for i in c.instructions)
@@ -95,7 +104,7 @@ def test_gradients_and_residuals_are_updated_in_place(program):
     assert max(copied, default=0) <= HOP
 
 
-def test_the_bubble_is_said(program):
+def check_the_bubble_is_said(program):
     text = " ".join(explain(program, tries=0).text().split())
     assert "a device of the pipeline is idle for" in text
     assert "microbatches or virtual stages make it shorter; behind one fast network, FSDP" in text
