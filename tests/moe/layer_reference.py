@@ -15,6 +15,8 @@ def kept_by_capacity(chosen, weights, capacity, policy, experts):
         order = np.arange(len(tokens))
         if policy == "probability":
             order = np.lexsort((tokens, -weights[tokens, choices]))
+        if policy == "choice":
+            order = np.lexsort((tokens, choices))
         for place in order[capacity:]:
             kept[tokens[place], choices[place]] = False
     return kept
@@ -76,7 +78,8 @@ def moe(params, chosen, kept, activation=jax.nn.silu, **how):
     each = jax.vmap(lambda w: mlp(tokens, w, activation))(params["experts"])
     out = jnp.einsum("te,etd->td", shares, each)
     if "shared" in params:
-        out = out + mlp(tokens, params["shared"], activation)
+        gate = jax.nn.sigmoid(tokens @ params["shared_gate"]) if "shared_gate" in params else 1
+        out = out + gate * mlp(tokens, params["shared"], activation)
     loads = jnp.sum(_one_hot(chosen, count), axis=(0, 1))
     counted = chosen[:, 0] >= 0
     real = counted / jnp.maximum(counted.sum(), 1)

@@ -44,11 +44,13 @@ def reference(routing, capacity, policy):
         if policy == "probability":
             weights = np.nan_to_num(routing.weights[tuple(wanted.T)], nan=np.inf, posinf=np.inf)
             wanted = wanted[np.argsort(-weights, kind="stable")]
+        if policy == "choice":
+            wanted = wanted[np.argsort(wanted[:, 1], kind="stable")]
         kept[tuple(wanted[:capacity].T)] = True
     return kept
 
 
-POLICIES = ("probability", "position")
+POLICIES = ("probability", "choice", "position")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -89,6 +91,28 @@ def test_one_expert_gets_all(policy):
         np.testing.assert_array_equal(kept, reference(routing, capacity, policy))
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 8, 9])
+def test_first_choices_come_before_second_ones(top_k):
+    """For numbers of choices around each width of their keys."""
+    routing = routing_of(30, 9, top_k)
+    for capacity in (1, 5, 20):
+        kept = limited(routing, capacity, "choice").kept
+        np.testing.assert_array_equal(kept, reference(routing, capacity, "choice"))
+
+
+def test_policies_differ():
+    """The last token's first choice takes the place of the first token's second one."""
+    chosen = np.array([[0, 1], [0, 2], [1, 0]], "int32")
+    weights = np.array([[0.5, 0.4], [0.9, 0.1], [0.3, 0.2]], "float32")
+    routing = made_of(chosen, weights, np.ones((3, 2), bool), 3)
+    kept = {policy: np.asarray(limited(routing, 1, policy).kept).tolist() for policy in POLICIES}
+    assert kept == {
+        "probability": [[False, True], [True, True], [False, False]],
+        "choice": [[True, False], [False, True], [True, False]],
+        "position": [[True, True], [False, True], [False, False]],
+    }
+
+
 def test_any_weights():
     """Those of one's own router can be negative or infinite, or zeros or NaN of either sign."""
     row = [0.0, -0.0, -1.0, np.inf, -np.inf, 1e-37, -1e-37, 1.0, -2.0, 0.0, -0.0, np.nan, -np.nan]
@@ -107,7 +131,9 @@ def test_float64_weights():
         np.testing.assert_array_equal(kept, reference(near, 4, "probability"))
 
 
-@pytest.mark.parametrize(("policy", "check_vma"), [*zip(POLICIES, (True, False), strict=True)])
+@pytest.mark.parametrize(
+    ("policy", "check_vma"), [*zip(POLICIES, (True, False, True), strict=True)]
+)
 def test_each_device_limits_its_own(policy, check_vma):
     logits = np.random.default_rng(1).standard_normal((4 * 12, 4)).astype("float32")
 
@@ -191,7 +217,7 @@ def test_errors_of_capacities(error, text, arguments):
     [
         (ValueError, "capacity=-1 must be at least 0", {"capacity": -1}),
         (TypeError, "capacity must be an integer, got 1.5", {"capacity": 1.5}),
-        (ValueError, "policy must be one of probability, position, got 'random'",
+        (ValueError, "policy must be one of probability, choice, position, got 'random'",
          {"capacity": 1, "policy": "random"}),
     ],
 )  # fmt: skip

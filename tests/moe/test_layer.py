@@ -34,7 +34,9 @@ from jaxpar.moe._capacity import Bounds
 D, F = 6, 10
 
 
-def parameters(tokens, count, *, gated=True, biased=False, shared=False, skew=0.0, seed=0):
+def parameters(
+    tokens, count, *, gated=True, biased=False, shared=False, shared_gate=False, skew=0.0, seed=0
+):
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal
     shapes = {"up": (D, F), "down": (F, D)}
@@ -50,6 +52,8 @@ def parameters(tokens, count, *, gated=True, biased=False, shared=False, skew=0.
     params["router"][0] += skew * np.arange(count)
     if shared:
         params["shared"] = {key: normal(shape) / 3 for key, shape in shapes.items()}
+    if shared_gate:
+        params["shared_gate"] = normal((D, 1))
     return params
 
 
@@ -84,12 +88,14 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, masks=(
     }
     if "shared" in params:
         specs["shared"] = {name: spec(name, 0) for name in params["shared"]}
+    if "shared_gate" in params:
+        specs["shared_gate"] = P()
 
     if "router_bias" in how:
         how["router_bias"] = jnp.asarray(how["router_bias"])
 
     def layer(params, mask):
-        more = {"shared": params["shared"]} if "shared" in params else {}
+        more = {name: params[name] for name in ("shared", "shared_gate") if name in params}
         return routed_moe_layer(
             params["tokens"],
             params["router"],
@@ -200,7 +206,7 @@ BIAS = np.array([0.1, 0, 0.3, 0, 0, -0.2])
 
 def test_experts_over_an_axis():
     """Masked tokens, and their cotangents, are as if they were 0; all in float32."""
-    params = parameters(16, 10, skew=0.5, shared=True)
+    params = parameters(16, 10, skew=0.5, biased=True, shared=True, shared_gate=True)
     params = jax.tree.map(lambda x: x.astype("float32"), params)
     params["tokens"][~MASK] = np.nan
     how = {"dispatch": "all_gather", "implementation": "auto", "chunks": 2, "masks": [MASK]}
@@ -214,7 +220,7 @@ def test_experts_over_an_axis():
 )
 def test_hidden_features_over_another_axis(dispatch, mode, chunks, vma):
     """With an activation of gate and up; two chunks are of one token and of two."""
-    params = parameters(24, 6, biased=True, shared=True)
+    params = parameters(24, 6, biased=True, shared=True, shared_gate=True)
     how = {"dispatch": dispatch, "activation": shifted, "chunks": chunks, "vma": vma}
     how |= {"ep": Axis("ep", mode=mode), "tp": "tp"}
     check(params, "tp=2,ep=4", top_k=2, devices=8, **how)
@@ -225,8 +231,9 @@ def test_hidden_features_over_another_axis(dispatch, mode, chunks, vma):
     [("all_gather", True, "blocks"), ("ragged", False, "auto")],
 )
 def test_tokens_replicated_over_the_axis_of_features(dispatch, vma, implementation):
-    params = parameters(16, 6, biased=True, shared=True, gated=False)
+    params = parameters(16, 6, biased=True, shared=True, gated=False, shared_gate=True)
     how = {"tp": "tp", "sequence_dim": None, "capacity_factor": 0.7, "dispatch": dispatch}
+    how |= {"capacity_policy": "choice"}
     how |= {"implementation": implementation, "vma": vma, "activation": jax.nn.gelu}
     check(params, "tp=2,ep=4", top_k=2, devices=4, **how)
 
@@ -236,7 +243,7 @@ def test_tokens_replicated_over_the_axis_of_features(dispatch, vma, implementati
     [(1, "ragged", "auto", True, True), (2, "all_gather", "unidirectional", False, False)],
 )
 def test_weights_over_fsdp(axis, dispatch, mode, gated, biased):
-    params = parameters(16, 4, biased=biased, shared=True, gated=gated)
+    params = parameters(16, 4, biased=biased, shared=True, gated=gated, shared_gate=True)
     how = {"fsdp": "fsdp", "data": "fsdp", "fsdp_dim": axis, "dispatch": dispatch}
     how |= {"ep": Axis("ep", mode=mode), "vma": axis == 1, "top_k": axis}
     check(params, "fsdp=2,ep=4", devices=8, **how)
@@ -261,6 +268,7 @@ def test_chunks_in_two_stages(monkeypatch):
             | {"capacity_factor": 9},
         ),
         (6, 2, 1.0, {"capacity_factor": 0}),
+        (6, 2, 1.0, {"capacity_factor": 0.8, "capacity_policy": "choice", "vma": False}),
         (
             *(6, 2, 1.0),
             {"capacity_factor": 0.8, "capacity_policy": "position", "chunks": 2}
@@ -414,7 +422,8 @@ ERRORS = {
     "buffer_factor=-1 must be at least 0": {"buffer_factor": -1},
     "top_k=9 must be at least 1": {"top_k": 9},
     "buffer_factor=inf must be finite; None is for buffers": {"buffer_factor": float("inf")},
-    "capacity_policy must be one of probability, position, got 'nope'": {"capacity_policy": "nope"},
+    "capacity_policy must be one of probability, choice, position": {"capacity_policy": "nope"},
+    r"shared_gate of local shape \(6, 1\) is given without": {"shared_gate": jnp.ones((D, 1))},
     "axis and tp_axis both have the axis 'ep'": {"tp": "ep"},
     "wire_dtype=int32 cannot carry": {"ep": Axis("ep", wire_dtype="int32")},
     "fsdp_dim=0 must be 1 or 2": {"fsdp": "dp", "fsdp_dim": 0},
@@ -484,6 +493,15 @@ def test_shapes_that_do_not_fit():
         ValueError, match=r"shared.up has .* but must have 2 dimensions; shared exp"
     ):
         call(params, top_k=2, shared=shared)
+    shared = {"up": jnp.ones((D, F)), "down": jnp.ones((F, D))}
+    for shape in ((D,), (1, D), (D, 2), (D, 0)):
+        gate = {"shared": shared, "shared_gate": jnp.ones(shape)}
+        text = rf"shared_gate has local shape {shape}, but must be [d, 1] = [6, 1] for tokens of"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call(params, top_k=2, **gate)
+    gate = {"shared": shared, "shared_gate": jnp.ones((D, 1), "int32")}
+    with pytest.raises(TypeError, match="shared_gate must be floats, got int32; cast it"):
+        call(params, top_k=2, **gate)
     mask = jnp.ones(3, bool)
     with pytest.raises(ValueError, match=r"mask is bool\[3\], but must be bool\[2\]"):
         call(params, top_k=2, mask=mask)

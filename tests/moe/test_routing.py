@@ -23,7 +23,7 @@ def softmax(x):
 
 def reference(
     logits, bias=None, mask=None, *, top_k, scoring="softmax", groups=1, top_groups=None,
-    normalize=False, scale=1.0,
+    scores_per_group=None, normalize=False, scale=1.0,
 ):  # fmt: skip
     """`route`, token by token, in the words of its docstring."""
     tokens, count = logits.shape
@@ -40,7 +40,7 @@ def reference(
             scores[i] = 0
             continue
         best = -np.sort(-choice[i].reshape(groups, size), axis=-1)
-        merit = best[:, 0] if bias is None else np.sum(best[:, :2], axis=-1)
+        merit = np.sum(best[:, : scores_per_group or (1 if bias is None else 2)], axis=-1)
         allowed = np.argsort(-merit, kind="stable")[: top_groups or groups]
         order = [e for e in np.argsort(-choice[i], kind="stable") if e // size in allowed]
         experts[i] = order[:top_k]
@@ -51,7 +51,7 @@ def reference(
     return Routing(experts, weights, kept, scores, logits, mask)
 
 
-STATIC = ("scoring", "groups", "top_groups", "normalize", "scale")
+STATIC = ("scoring", "groups", "top_groups", "scores_per_group", "normalize", "scale")
 MASK = np.arange(8) % 3 != 1
 
 
@@ -67,6 +67,9 @@ MASK = np.arange(8) % 3 != 1
         ({"top_k": 2, "scoring": "sigmoid", "groups": 6, "top_groups": 2}, normal(6), None, False),
         ({"top_k": 2, "groups": 2, "top_groups": 1}, None, MASK, False),
         ({"top_k": 6, "groups": 2, "top_groups": 2}, None, None, True),
+        ({"top_k": 2, "groups": 2, "top_groups": 1, "scores_per_group": 2}, None, None, False),
+        ({"top_k": 2, "groups": 2, "top_groups": 1, "scores_per_group": 1, "scoring": "sigmoid"},
+         normal(6), MASK, True),
     ],
 )  # fmt: skip
 def test_matches_reference(options, bias, mask, check_vma):
@@ -128,6 +131,32 @@ def test_normalized_weights_of_tiny_scores(scoring):
     np.testing.assert_allclose(routing.weights, [[first, second]], rtol=1e-6)
     assert np.all(np.isfinite(gradient))
     np.testing.assert_allclose(gradient[0, 3], first * second, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scores_per_group", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("scoring", ["softmax", "selected_softmax", "sigmoid"])
+def test_groups_by_several_scores(scoring, scores_per_group):
+    """Of many tokens, with a bias and without. In float64, where nothing rounds."""
+    options = {"scoring": scoring, "groups": 4, "top_groups": 2}
+    options["scores_per_group"] = scores_per_group
+    logits, chosen = 3 * normal(200, 16, dtype="float64"), []
+    with jax.enable_x64(True):
+        for bias in (None, normal(16, dtype="float64")):
+            given = {} if bias is None else {"bias": jnp.asarray(bias)}
+            found = jitted(jnp.asarray(logits), 3, **given, **options)
+            wanted = reference(logits, bias, top_k=3, **options)
+            np.testing.assert_array_equal(found.experts, wanted.experts)
+            chosen.append(wanted.experts)
+    usual = reference(logits, None, top_k=3, **options | {"scores_per_group": None})
+    assert np.array_equal(chosen[0], usual.experts) == (scores_per_group in (None, 1))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_sums_of_tiny_scores_do_not_tie(scoring):
+    """The first group's logit leaves nothing to others; the last one is the better of these."""
+    logits = jnp.array([[9.0, 8.0, -150.0, -152.0, -150.5, -150.5]])
+    routing = jitted(logits, 4, scoring=scoring, groups=3, top_groups=2, scores_per_group=2)
+    np.testing.assert_array_equal(np.sort(routing.experts), [[0, 1, 4, 5]])
 
 
 def test_experts_can_be_switched_off():
@@ -222,8 +251,13 @@ def test_no_tokens():
         (TypeError, "top_k must be an integer, got 2.0", {"top_k": 2.0}),
         (ValueError, "scoring must be one of softmax, selected_softmax, sigmoid, got 'relu'",
          {"scoring": "relu"}),
-        (ValueError, r"local shape \(4, 6\), whose 6 experts groups=4 does not divide: "
+        (ValueError, r"groups=4 does not divide the 6 experts: "
          r"6 = 1 x 4 \+ 2; choose a divisor of 6", {"groups": 4, "top_groups": 1}),
+        (ValueError, "scores_per_group=2 without top_groups", {"scores_per_group": 2}),
+        (ValueError, "scores_per_group=4 must be at least 1 and at most 3, the experts of a group",
+         {"groups": 2, "top_groups": 2, "scores_per_group": 4}),
+        (ValueError, "scores_per_group=0 must be at least 1",
+         {"groups": 2, "top_groups": 1, "scores_per_group": 0}),
         (ValueError, "groups=3 without top_groups", {"groups": 3}),
         (ValueError, "top_groups=4 must be at least 1 and at most 3, the number of groups",
          {"groups": 3, "top_groups": 4}),

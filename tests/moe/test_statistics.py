@@ -247,6 +247,37 @@ def test_update_router_bias():
     np.testing.assert_array_equal(found.astype("float32"), [-1, 1, 1, 1])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_biases_of_several_layers(check_vma):
+    """Layers over pp, counts summed over dp, as a pipeline has them."""
+    counts = np.random.default_rng(1).integers(0, 9, (2, 4, 5)).astype("int32")  # [dp, layers, E]
+    bias = normal(4, 5)
+
+    def update(bias, counts):
+        return update_router_bias(bias, jax.lax.psum(counts[0], "dp"), 0.25)
+
+    found = jax.jit(jax.shard_map(
+        update, mesh=mesh_of("dp=2,pp=2"), in_specs=(P("pp"), P("dp", "pp")), out_specs=P("pp"),
+        check_vma=check_vma,
+    ))(bias, counts)  # fmt: skip
+    total = np.sum(counts, axis=0)
+    wanted = bias + np.float32(0.25) * np.sign(np.mean(total, axis=1, keepdims=True) - total)
+    np.testing.assert_array_equal(found, wanted.astype("float32"))
+    np.testing.assert_array_equal(found, jax.vmap(update_router_bias, (0, 0, None))(bias, total, 0.25))
+
+
+def test_biases_that_would_drift_apart():
+    def update(bias, counts):
+        return update_router_bias(bias, counts, 0.25)
+
+    mapped = jax.shard_map(update, mesh=mesh_of("dp=2"), in_specs=(P(), P("dp")), out_specs=P("dp"))
+    with pytest.raises(ValueError, match=(
+        r"^update_router_bias: tokens_per_expert of local shape \(5,\) varies over \['dp'\], and "
+        r"bias does not: .* sum it by jax.lax.psum\(..., \('dp',\)\)"
+    )):  # fmt: skip
+        jax.eval_shape(mapped, jnp.zeros(5), jnp.zeros(10, "int32"))
+
+
 def test_the_bias_balances():
     """A router that prefers two experts comes to use all, without a loss."""
     logits = jnp.asarray(normal(256, 8) + 3 * (np.arange(8) < 2).astype("float32"))

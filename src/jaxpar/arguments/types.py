@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ]
     Operand = Literal["lhs", "rhs"]
     SequenceOrder = Literal["zigzag", "contiguous"]
-    Policy = Literal["probability", "position"]
+    Policy = Literal["probability", "choice", "position"]
     Dispatch = Literal["ragged", "all_gather", "auto"]
     Scoring = Literal["softmax", "selected_softmax", "sigmoid"]
     Implementation = Literal["auto", "ragged_dot", "blocks"]

@@ -22,7 +22,7 @@ from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_
 # Buffers of at least _MANY rows have a multiple of _TILE rows.
 _MANY, _TILE = 512, 16
 
-POLICIES = ("probability", "position")
+POLICIES = ("probability", "choice", "position")
 
 
 @public
@@ -76,15 +76,17 @@ def limit_capacity(
       routing: a `Routing` of local tokens. Choices dropped before take no room.
       capacity: the most tokens that an expert keeps, static; see `expert_capacity`.
       policy: `"probability"` keeps the largest weights, NaN first, and the earlier of equal ones.
-        `"position"` keeps the earliest tokens.
+        `"choice"` keeps all tokens' first choices (column 0 of `routing.experts`) before any
+        second, and the earlier tokens of one column. `"position"` keeps the earliest tokens.
 
     Returns:
-      `routing` with fewer `kept`.
+      `routing` with fewer `kept`. The order is that of a device's own tokens, whatever the mesh.
 
     Raises:
       ValueError: `capacity` is negative, or `policy` is unknown.
 
-    Cost: nothing is sent. `"probability"` makes 16 passes over `[t, E]` for float32.
+    Cost: nothing is sent. `"probability"` makes 16 passes over `[t, E]` for float32, `"choice"` one
+    for each two bits of `top_k`.
 
     Example:
       >>> routing = route(jnp.log(jnp.array([[0.6, 0.4], [0.9, 0.1], [0.2, 0.8]])), 1)
@@ -93,8 +95,9 @@ def limit_capacity(
       >>> limit_capacity(routing, 1, policy="position").kept.ravel()
       Array([ True, False,  True], dtype=bool)
 
-    Source: Lepikhin et al., "GShard" (2020), by position; Riquelme et al., "Scaling vision with
-    sparse mixture of experts" (2021), by weight.
+    Source: Riquelme et al., "Scaling vision with sparse mixture of experts" (2021), by weight;
+    Lepikhin et al., "GShard" (2020), by choice; Fedus et al., "Switch transformers" (2021), by
+    position, of one choice a token.
     """
     routing = as_routing(routing)
     most = check_whole("capacity", capacity, 0)
@@ -105,11 +108,15 @@ def limit_capacity(
         return routing._replace(kept=jnp.zeros_like(routing.kept))
     count = routing.logits.shape[1]
     experts = jnp.where(routing.kept, routing.experts, -1)
-    if policy == "position":
-        wanted = of_experts(jnp.ones_like(experts), experts, count)  # int32[t, E]
-        kept = _running_count(wanted > 0) <= most
-    else:
-        kept = _largest(of_experts(_sort_keys(routing.weights), experts, count), most)
+    k = experts.shape[1]
+    if policy == "probability":
+        keys = _sort_keys(routing.weights)
+        bits = 8 * keys.dtype.itemsize
+    else:  # equal keys are kept in the order of tokens
+        top = 1 if policy == "position" else k
+        ranks = jnp.minimum(jnp.arange(k, 0, -1, dtype="uint32"), jnp.uint32(top))
+        keys, bits = jnp.broadcast_to(ranks, experts.shape), top.bit_length()
+    kept = _largest(of_experts(keys, experts, count), most, bits)
     return routing._replace(kept=routing.kept & (of_chosen(kept.astype("int32"), experts) > 0))
 
 
@@ -130,17 +137,19 @@ def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:
     return jnp.maximum(jnp.where(bits >= sign, ~bits, bits | sign), 1)
 
 
-def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tokens experts"]:
+def _largest(
+    keys: UInt[Array, "tokens experts"], most: int, bits: int
+) -> Bool[Array, "tokens experts"]:
     """Returns which `keys` are their column's `most` largest, earlier ones of equal first.
 
-    Keys of 0 are never among them.
+    Keys have at most so many `bits`. Those of 0 are never among the largest.
     """
-    bits = 8 * keys.dtype.itemsize
+    steps = -(-bits // 2)
 
     def fix_two_bits(
         step: Int32[Array, ""], found: UInt[Array, " experts"]
     ) -> UInt[Array, " experts"]:
-        place = (bits - 2 - 2 * step).astype(keys.dtype)
+        place = (2 * (steps - 1 - step)).astype(keys.dtype)
         known = found
         for digits in (1, 2, 3):
             tried = known | (jnp.asarray(digits, keys.dtype) << place)
@@ -149,7 +158,7 @@ def _largest(keys: UInt[Array, "tokens experts"], most: int) -> Bool[Array, "tok
         return found
 
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
-    smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(bits // 2), fix_two_bits, zeros)
+    smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(steps), fix_two_bits, zeros)
     smallest = smallest[None, :]
     above, equal = keys > smallest, (keys == smallest) & (keys > 0)
     # Room that larger keys leave goes to equal keys, the earlier tokens first.

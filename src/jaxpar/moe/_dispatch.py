@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Float, Int, Int32
 
-from jaxpar.arguments.dtypes import sum_dtype
+from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.choose.choice import choose_way
@@ -175,14 +175,28 @@ def apply_shared(
     axes: Axes,
     rows: Float[Array, "rows d"],
     experts: Experts,
+    gate: Float[Array, "d 1"] | None,
     activation: Activation,
     precision: PrecisionLike,
 ) -> Float[Array, "rows d"]:
     if axes.tensor is None:
-        return _apply_whole(rows, experts, activation, precision)
-    sequence_dim = 0 if axes.sharded else None
-    options = {"sequence_dim": sequence_dim, "precision": precision}
-    return _apply_sharded(axes.tensor, rows, experts, activation, options)
+        out = _apply_whole(rows, experts, activation, precision)
+    else:
+        options = {"sequence_dim": 0 if axes.sharded else None, "precision": precision}
+        out = _apply_sharded(axes.tensor, rows, experts, activation, options)
+    if gate is None:
+        return out
+    share = jax.nn.sigmoid(logits_of(rows, gate, precision))
+    return (out.astype(share.dtype) * share).astype(out.dtype)
+
+
+def logits_of(
+    rows: Float[Array, "tokens d"], w: Float[Array, "d columns"], precision: PrecisionLike
+) -> Float[Array, "tokens columns"]:
+    """Computes logits at least in float32: rounding sways scores."""
+    wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(w.dtype))
+    w = vary_over(varying_axes(rows), w.astype(wide))
+    return lax.dot(rows.astype(wide), w, precision=precision)
 
 
 def _apply_whole(

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxpar.arguments.calls import public
 from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.dtypes import check_wire, common_dtype, sum_dtype
+from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.types import (
     Dispatch,
     Implementation,
@@ -26,17 +26,18 @@ from jaxpar.arguments.types import (
     Values,
 )
 from jaxpar.axis.axis import AxisLike
-from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.varying import vary_over
 from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._activation import Activation
 from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
-from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared
+from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared, logits_of
 from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike, expert_arrays
 from jaxpar.moe._routing import RoutingLike, as_routing, route
 from jaxpar.moe._sharding import (
     GATHERED,
+    as_shared_gate,
     as_token_mask,
     bias_once,
     bind_axes,
@@ -65,6 +66,7 @@ def moe_layer(
     capacity: Integer | None = None,
     buffer_factor: Number | None = None,
     shared: ExpertsLike | None = None,
+    shared_gate: Values | None = None,
     activation: Activation = jax.nn.silu,
     data_axis: AxisLike = (),
     tp_axis: AxisLike | None = None,
@@ -95,6 +97,8 @@ def moe_layer(
         is lost: buffers have room for all devices' tokens, or for as many as `capacity` allows.
       shared: experts that every token uses, given as one wide expert without dimension e, such as
         `up` `[d, f]`; replicated over `axis`.
+      shared_gate: floats `[d, 1]`, replicated over all axes. The results of shared experts are
+        multiplied by `sigmoid(tokens @ shared_gate)`.
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
       data_axis: further axes that shard tokens.
       tp_axis: axes that shard all experts' hidden features f.
@@ -136,19 +140,19 @@ def moe_layer(
       ((64, 4), 128, 0)
 
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks"
-    (2022), for dropless experts.
+    (2022), for dropless experts; Qwen2 (2024), for the gate of shared experts.
     """
     axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
     tokens, routed = as_array("tokens", tokens), expert_arrays(experts)
     fused = None if shared is None else expert_arrays(shared, "shared")
     check_own_rows(tokens, axes)
+    gate = as_shared_gate(shared_gate, tokens, fused)
     routing = as_routing(routing)
     check_routing(routing, tokens)
     known = routing.logits.shape[1]
     check_experts(tokens, known, routed, fused, axes)
     rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, d]
-    if routing.mask is not None:
-        rows = _real(rows, routing.mask)
+    rows = _real(rows, routing.mask)
     for ring in (axes.expert, axes.tensor, axes.fsdp):
         if ring is not None:
             check_wire(ring.wire_dtype, tokens.dtype)
@@ -191,8 +195,8 @@ def moe_layer(
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
             pairs = lax.psum(jnp.where(replicated.index() == 0, pairs, 0), summed)
         if fused is not None:
-            more = apply_shared(axes, rows, fused, activation, precision)
-            out = out + (more if routing.mask is None else _real(more, routing.mask))
+            more = apply_shared(axes, rows, fused, gate, activation, precision)
+            out = out + _real(more, routing.mask)
         return out, pairs
 
     if axes.fsdp is not None:
@@ -209,6 +213,7 @@ class LayerOptions(TypedDict, total=False):
     chunks: Integer
     buffer_factor: Number | None
     shared: ExpertsLike | None
+    shared_gate: Values | None
     activation: Activation
     data_axis: AxisLike
     tp_axis: AxisLike | None
@@ -241,6 +246,7 @@ def routed_moe_layer(
     router_bias: Values | None = None,
     groups: Integer = 1,
     top_groups: Integer | None = None,
+    scores_per_group: Integer | None = None,
     normalize: bool = False,
     scale: Number = 1.0,
     mask: Values | None = None,
@@ -255,7 +261,8 @@ def routed_moe_layer(
       router: floats `[d, E]`, replicated.
       experts: as in `moe_layer`.
       axis: as in `moe_layer`.
-      top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `normalize`, `scale`.
+      top_k: as in `route`, like `scoring`, `groups`, `top_groups`, `scores_per_group`, `normalize`,
+        `scale`.
       router_bias: the `bias` of `route`.
       mask: bool `[...]`, False for tokens that reach no expert and no statistics, and may hold NaN.
       capacity_factor: an expert takes at most `expert_capacity(t, top_k, E, capacity_factor)` of a
@@ -286,17 +293,17 @@ def routed_moe_layer(
     tokens, router = as_array("tokens", tokens), as_array("router", router)
     check_router(tokens, router)
     check_policy("capacity_policy", capacity_policy)
-    rows = tokens.reshape(-1, tokens.shape[-1])
     real = None if mask is None else as_token_mask(mask, tokens)
-    if real is not None:  # masked tokens may hold NaN, which must not reach a weight's gradient
-        rows = _real(rows, real)
+    # Masked tokens may hold NaN, which must not reach a weight's gradient.
+    rows = _real(tokens.reshape(-1, tokens.shape[-1]), real)
     routing = route(
-        _logits(rows, router, options.get("precision")),
+        logits_of(rows, router, options.get("precision")),
         top_k,
         scoring=scoring,
         bias=router_bias,
         groups=groups,
         top_groups=top_groups,
+        scores_per_group=scores_per_group,
         normalize=normalize,
         scale=scale,
         mask=real,
@@ -309,14 +316,7 @@ def routed_moe_layer(
     return moe_layer(tokens, routing, experts, axis, capacity=capacity, **options)
 
 
-def _real(rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"]) -> Float[Array, "tokens d"]:
-    return jnp.where(mask[:, None], rows, jnp.zeros((), rows.dtype))
-
-
-def _logits(
-    rows: Float[Array, "tokens d"], router: Float[Array, "d experts"], precision: PrecisionLike
-) -> Float[Array, "tokens experts"]:
-    """Computes logits at least in float32: rounding sways scores."""
-    wide = common_dtype(sum_dtype(rows.dtype), sum_dtype(router.dtype))
-    w = vary_over(varying_axes(rows), router.astype(wide))
-    return lax.dot(rows.astype(wide), w, precision=precision)
+def _real(
+    rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"] | None
+) -> Float[Array, "tokens d"]:
+    return rows if mask is None else jnp.where(mask[:, None], rows, jnp.zeros((), rows.dtype))

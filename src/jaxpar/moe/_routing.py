@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +18,11 @@ from jaxpar.arguments.checks_of_layers import as_integers, check_number
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values
+from jaxpar.axis.varying import varying_axes
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
+# Logarithms of scores, but for what is equal for all experts. They do not underflow.
+LOGS = {"softmax": lambda logits: logits, "sigmoid": jax.nn.log_sigmoid}
 
 
 @readable
@@ -75,6 +79,7 @@ def route(
     bias: Values | None = None,
     groups: Integer = 1,
     top_groups: Integer | None = None,
+    scores_per_group: Integer | None = None,
     normalize: bool = False,
     scale: Number = 1.0,
     mask: Values | None = None,
@@ -90,8 +95,10 @@ def route(
       bias: `[E]`, added to scores (for `"selected_softmax"` to logits) for the choice, not to
         weights; see `update_router_bias`. Not differentiated.
       groups: the number of groups of neighbouring experts.
-      top_groups: experts are chosen only from this many best groups. A group's score is that of its
-        best expert, with a bias the sum of its two best.
+      top_groups: experts are chosen only from this many best groups.
+      scores_per_group: a group's score is the sum of so many best scores of its experts, with their
+        bias (of `"selected_softmax"`: logits). None: 1, as in DeepSeek-V2, or with a bias 2, as in
+        DeepSeek-V3 (1 for groups of one expert).
       normalize: whether to divide each token's weights by their sum. With `top_k=1`, weights are
         then constant, as with `"selected_softmax"`, so that only router losses train the router.
       scale: a factor of the weights, after `normalize`.
@@ -104,7 +111,8 @@ def route(
 
     Raises:
       ValueError: shapes do not fit, there are too few experts to choose from, `groups` does not
-        divide E or lacks `top_groups`, or `scoring` is unknown.
+        divide E or lacks `top_groups`, a group has fewer experts than `scores_per_group`, or
+        `scoring` is unknown.
 
     Cost: nothing is sent.
 
@@ -116,7 +124,8 @@ def route(
       Array([[0.47, 0.47, 0.06]], dtype=float32)
 
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
-    experts" (2024), for the selected softmax; DeepSeek-V3 (2024), for sigmoids, bias and groups.
+    experts" (2024), for the selected softmax; DeepSeek-V2 (2024), for groups; DeepSeek-V3 (2024),
+    for sigmoids and bias.
     """
     logits = as_array("logits", logits)
     k = _check_logits(logits, top_k)
@@ -136,7 +145,9 @@ def route(
     # Sorts and maxima skip some NaN, which would hide it. This factor makes the token's weights
     # NaN.
     doubt = 1 + jnp.sum(jnp.where(jnp.isnan(choice), choice, 0), axis=1, keepdims=True)
-    choice = _in_best_groups(choice, groups, top_groups, k, pairs=bias is not None)
+    logs = None if bias is not None else LOGS.get(scoring)
+    usual = 1 if bias is None else 2
+    choice = _in_best_groups(choice, groups, top_groups, k, scores_per_group, usual, logs)
     experts = lax.top_k(choice, k)[1].astype("int32")  # [tokens, k]
 
     if scoring == "selected_softmax" or (normalize and scoring == "softmax"):
@@ -158,25 +169,37 @@ def route(
 
 
 def _in_best_groups(
-    choice: Float[Array, "tokens experts"], groups: Any, top_groups: Any, k: int, pairs: bool
+    choice: Float[Array, "tokens experts"],
+    groups: Any,
+    top_groups: Any,
+    k: int,
+    scores_per_group: Any,
+    usual: int,
+    logs: Callable[[Array], Array] | None,
 ) -> Float[Array, "tokens experts"]:
+    """Returns `choice`, -inf in other groups. Groups' scores are sums of `choice`, or of scores.
+
+    The scores have the logarithms `logs(choice)`.
+    """
     tokens, count = choice.shape
     groups = check_whole("groups", groups, 1)
     if count % groups:
         raise value_error(
-            f"logits has local shape {choice.shape}, whose {count} experts groups={groups} "
-            f"does not divide: {count} = {count // groups} x {groups} + {count % groups}; choose a "
-            f"divisor of {count}"
+            f"groups={groups} does not divide the {count} experts: {count} = "
+            f"{count // groups} x {groups} + {count % groups}; choose a divisor of {count}"
         )
     if top_groups is None:
-        if groups == 1:
+        if groups == 1 and scores_per_group is None:
             return choice
+        option = f"groups={groups}" if groups > 1 else f"scores_per_group={scores_per_group!r}"
         raise value_error(
-            f"groups={groups} without top_groups restricts nothing; say of how many groups "
+            f"{option} without top_groups restricts nothing; say of how many groups "
             "experts can be chosen"
         )
     size = count // groups
     top = check_whole("top_groups", top_groups, 1, groups, "the number of groups")
+    each = min(usual, size) if scores_per_group is None else scores_per_group
+    each = check_whole("scores_per_group", each, 1, size, "the experts of a group")
     if k > top * size:
         raise value_error(
             f"top_k={k} is more than the experts of top_groups={top} groups: {top} x {size} "
@@ -187,18 +210,24 @@ def _in_best_groups(
     # A logit of -inf must still be better than experts that cannot be chosen.
     choice = jnp.maximum(choice, jnp.finfo(choice.dtype).min)
     grouped = choice.reshape(tokens, groups, size)
-    merit = jnp.max(grouped, axis=-1)  # [t, groups]
-    if pairs and size > 1:
-        merit = merit + _second_best(grouped)
+    best = _largest_of(grouped, each)  # [each, t, groups]
+    if each == 1:  # not by `logs`, which round
+        merit = best[0]
+    else:
+        merit = jnp.sum(best, 0) if logs is None else jax.nn.logsumexp(logs(best), 0)
     chosen = lax.top_k(merit, top)[1]
     allowed = jnp.any(_matches(chosen, groups), axis=1)
     return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, count)
 
 
-def _second_best(x: Float[Array, "*groups size"]) -> Float[Array, "*groups"]:
-    first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
+def _largest_of(x: Float[Array, "*groups size"], count: int) -> Float[Array, "{count} *groups"]:
     places = lax.broadcasted_iota("int32", x.shape, x.ndim - 1)
-    return jnp.max(jnp.where(places == first, -jnp.inf, x), axis=-1)
+    largest: list[Array] = []
+    for _ in range(count):
+        largest.append(jnp.max(x, axis=-1))
+        first = jnp.argmax(x, axis=-1, keepdims=True).astype("int32")
+        x = jnp.where(places == first, -jnp.inf, x)
+    return jnp.stack(largest)
 
 
 def _check_logits(logits: Array, top_k: Any) -> int:
@@ -245,21 +274,25 @@ def update_router_bias(
     Call it after each training step. It balances loads without a loss.
 
     Args:
-      bias: the bias of `route`, floats `[E]`. Use float32, so that small steps are not lost.
-      tokens_per_expert: integers `[E]`, as in `Statistics`, over all devices and microbatches.
+      bias: the bias of `route`, floats `[E]`, or of several layers, `[layers, E]`. Use float32, so
+        that small steps are not lost.
+      tokens_per_expert: integers like `bias`, as in `Statistics`, summed over all devices that
+        shard tokens, and over microbatches.
       rate: the step, a number or a scalar array.
 
     Returns:
-      `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias.
+      `bias + rate * sign(mean(tokens_per_expert) - tokens_per_expert)`, in the dtype of the bias,
+      with each layer's own mean.
 
     Raises:
-      ValueError: shapes differ.
+      ValueError: shapes differ, or `tokens_per_expert` varies over a mesh axis and the bias not.
 
     Cost: nothing is sent.
 
     Example:
-      >>> update_router_bias(jnp.zeros(4), jnp.array([5, 1, 3, 3]), 0.5)
-      Array([-0.5,  0.5,  0. ,  0. ], dtype=float32)
+      >>> update_router_bias(jnp.zeros((2, 3)), jnp.array([[5, 1, 3], [2, 2, 2]]), 0.5)
+      Array([[-0.5,  0.5,  0. ],
+             [ 0. ,  0. ,  0. ]], dtype=float32)
 
     Source: Wang et al., "Auxiliary-loss-free load balancing" (2024).
     """
@@ -267,20 +300,27 @@ def update_router_bias(
     tokens_per_expert = as_integers("tokens_per_expert", tokens_per_expert)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
-    if bias.ndim != 1 or bias.shape != tokens_per_expert.shape:
+    if not bias.ndim or bias.shape != tokens_per_expert.shape:
         raise value_error(
-            f"bias has local shape {bias.shape} and tokens_per_expert "
-            f"{tokens_per_expert.shape}; both need one entry for each of all experts"
+            f"bias has local shape {bias.shape} and tokens_per_expert {tokens_per_expert.shape}; "
+            "both must be [experts], or [layers, experts], with one entry for each of all experts"
+        )
+    if apart := sorted(varying_axes(tokens_per_expert) - varying_axes(bias)):
+        raise value_error(
+            f"tokens_per_expert of local shape {tokens_per_expert.shape} varies over {apart}, and "
+            f"bias does not: devices would choose by different biases; sum it by jax.lax.psum(..., "
+            f"{tuple(apart)})"
         )
     # In integers. A mean that is no integer is between `floor` and the next. Quotients and
     # remainders are summed apart, because the sum of the counts may not fit.
     counts = tokens_per_expert
     if counts.dtype.itemsize < 4:
         counts = counts.astype("int32")
-    experts = jnp.asarray(len(bias), counts.dtype)
+    experts = jnp.asarray(bias.shape[-1], counts.dtype)
+    total = partial(jnp.sum, axis=-1, dtype=counts.dtype, keepdims=True)
     quotients, rests = jnp.divmod(counts, experts)
-    more, rest = jnp.divmod(jnp.sum(rests, dtype=counts.dtype), experts)
-    floor = jnp.sum(quotients, dtype=counts.dtype) + more
+    more, rest = jnp.divmod(total(rests), experts)
+    floor = total(quotients) + more
     below = (counts < floor) | ((counts == floor) & (rest > 0))
     above = counts > floor
     sign = below.astype(bias.dtype) - above.astype(bias.dtype)

@@ -117,14 +117,37 @@ def check_rows(tokens: Array) -> None:
 
 def check_router(tokens: Array, router: Array) -> None:
     check_rows(tokens)
-    if router.ndim != 2 or router.shape[0] != tokens.shape[-1]:
+    columns = "a column for each expert of all devices"
+    _check_columns("router", router, tokens, "E", router.shape[-1:] != (0,), columns)
+
+
+def as_shared_gate(
+    given: Values | None, tokens: Array, shared: Experts | None
+) -> Float[Array, "d 1"] | None:
+    if given is None:
+        return None
+    gate = as_array("shared_gate", given)
+    if shared is None:
         raise value_error(
-            f"router has local shape {router.shape}, but must be [d, E] = "
-            f"[{tokens.shape[-1]}, E] for tokens of local shape {tokens.shape}: a row for each "
-            "feature, a column for each expert of all devices"
+            f"shared_gate of local shape {gate.shape} is given without shared, whose results it "
+            "scales; give both or neither"
         )
-    if not jnp.issubdtype(router.dtype, jnp.floating):
-        raise type_error(f"router must be floats, got {router.dtype}; cast it")
+    columns = "one column, replicated over all axes"
+    _check_columns("shared_gate", gate, tokens, "1", gate.shape[-1:] == (1,), columns)
+    return gate
+
+
+def _check_columns(
+    argument: str, w: Array, tokens: Array, width: str, fits: bool, columns: str
+) -> None:
+    if w.ndim != 2 or w.shape[0] != tokens.shape[-1] or not fits:
+        raise value_error(
+            f"{argument} has local shape {w.shape}, but must be [d, {width}] = "
+            f"[{tokens.shape[-1]}, {width}] for tokens of local shape {tokens.shape}: a row for "
+            f"each feature, {columns}"
+        )
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise type_error(f"{argument} must be floats, got {w.dtype}; cast it")
 
 
 def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
