@@ -79,7 +79,7 @@ def moe(params, chosen, kept, activation=jax.nn.silu, **how):
     out = jnp.einsum("te,etd->td", shares, each)
     if "shared" in params:
         gate = jax.nn.sigmoid(tokens @ params["shared_gate"]) if "shared_gate" in params else 1
-        out = out + gate * mlp(tokens, params["shared"], activation)
+        out = out + (chosen[:, :1] >= 0) * gate * mlp(tokens, params["shared"], activation)
     loads = jnp.sum(_one_hot(chosen, count), axis=(0, 1))
     counted = chosen[:, 0] >= 0
     real = counted / jnp.maximum(counted.sum(), 1)

@@ -299,8 +299,8 @@ ERRORS = [
     (
         lambda: from_ids(IDS, axis="x", mask=IDS[:, 0] == 0),
         ValueError,
-        FROM + "mask has local shape (3,), and target_device_ids (3, 2); give one entry for each, "
-        "such as by jnp.broadcast_to(mask[:, None], ...)",
+        FROM + "mask has local shape (3,), but target_device_ids of local shape (3, 2) need (3, 2),"
+        " one entry for each; reshape it, or repeat it by jnp.broadcast_to",
     ),
     (
         lambda: from_ids(IDS, axis="x").dispatch(X, 2.0),

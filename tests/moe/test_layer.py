@@ -424,6 +424,12 @@ ERRORS = {
     "buffer_factor=inf must be finite; None is for buffers": {"buffer_factor": float("inf")},
     "capacity_policy must be one of probability, choice, position": {"capacity_policy": "nope"},
     r"shared_gate of local shape \(6, 1\) is given without": {"shared_gate": jnp.ones((D, 1))},
+    "data_axis has wire_dtype, but counts": {"data": Axis("dp", wire_dtype="bfloat16")},
+    "data_axis has mode and backward, but": {"data": Axis("dp", mode="naive", backward="naive")},
+    r"router_bias has local shape \(3,\), but needs .* 8 experts": {"router_bias": jnp.zeros(3)},
+    "router_bias must be floats, got int32": {"router_bias": jnp.zeros(8, "int32")},
+    "groups=3 does not divide the 8 experts": {"groups": 3, "top_groups": 1},
+    "scores_per_group=5 must be": {"groups": 2, "top_groups": 1, "scores_per_group": 5},
     "axis and tp_axis both have the axis 'ep'": {"tp": "ep"},
     "wire_dtype=int32 cannot carry": {"ep": Axis("ep", wire_dtype="int32")},
     "fsdp_dim=0 must be 1 or 2": {"fsdp": "dp", "fsdp_dim": 0},
@@ -469,6 +475,10 @@ def test_shapes_that_do_not_fit():
         ValueError, match=r"experts\.up has local shape \(2, 6, 10\).* ceil\(10 / 4"
     ):
         call(wrong, top_k=2)
+    for shape in ((D,), (D, 0), (D + 1, 0)):
+        text = f"router has local shape {shape}, but must be [d, E] = [6, E] for tokens of local"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call(params | {"router": np.ones(shape)}, top_k=2)
     wrong = params | {"router": np.ones((D + 1, 8))}
     with pytest.raises(ValueError, match=r"router has local shape \(7, 8\), but must be \[d, E\]"):
         call(wrong, top_k=2)
@@ -502,9 +512,11 @@ def test_shapes_that_do_not_fit():
     gate = {"shared": shared, "shared_gate": jnp.ones((D, 1), "int32")}
     with pytest.raises(TypeError, match="shared_gate must be floats, got int32; cast it"):
         call(params, top_k=2, **gate)
-    mask = jnp.ones(3, bool)
-    with pytest.raises(ValueError, match=r"mask is bool\[3\], but must be bool\[2\]"):
-        call(params, top_k=2, mask=mask)
+    text = r"mask has local shape \(3,\), but tokens of local shape \(2, 6\) need \(2,\)"
+    with pytest.raises(ValueError, match=text):
+        call(params, top_k=2, mask=jnp.ones(3, bool))
+    with pytest.raises(TypeError, match=r"mask must be bool, got int32\[2\]; compare it first"):
+        call(params, top_k=2, mask=jnp.ones(2, "int32"))
 
 
 def routing_of(tokens, known=8, k=2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import make_mesh
+from jaxpar import Axis, make_mesh
 from jaxpar.layers import mean_value_and_grad
 from jaxpar.moe import (
     Routing,
@@ -263,7 +263,9 @@ def test_biases_of_several_layers(check_vma):
     total = np.sum(counts, axis=0)
     wanted = bias + np.float32(0.25) * np.sign(np.mean(total, axis=1, keepdims=True) - total)
     np.testing.assert_array_equal(found, wanted.astype("float32"))
-    np.testing.assert_array_equal(found, jax.vmap(update_router_bias, (0, 0, None))(bias, total, 0.25))
+    np.testing.assert_array_equal(
+        found, jax.vmap(update_router_bias, (0, 0, None))(bias, total, 0.25)
+    )
 
 
 def test_biases_that_would_drift_apart():
@@ -292,6 +294,26 @@ def test_the_bias_balances():
     assert np.max(loads[-20:]) < 1.2
 
 
+@pytest.mark.parametrize("function", [routing_statistics, load_balance_loss, router_z_loss])
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("axis has wire_dtype, but counts", {"wire_dtype": "bfloat16"}),
+        ("axis has mode and keep_gathered, but", {"mode": "naive", "keep_gathered": False}),
+        ("axis has gather_dtype=bfloat16, which is for weights", {"gather_dtype": "bfloat16"}),
+    ],
+)
+def test_an_axis_of_sums_has_no_options(function, text, options):
+    def trace(**options):
+        call = lambda x: function(route(x, 1), Axis("dp", **options))  # noqa: E731
+        mapped = jax.shard_map(call, mesh=mesh_of("dp=2"), in_specs=P("dp"), out_specs=P())
+        return jax.eval_shape(mapped, jnp.ones((4, 3)))
+
+    with pytest.raises(ValueError, match=f"^{function.__name__}: {text}"):
+        trace(**options)
+    assert trace() is not None
+
+
 def test_what_is_sent():
     """Two psums for all, one of integers and one of floats, and that of the overflow."""
 
@@ -318,7 +340,7 @@ def test_what_is_sent():
 @pytest.mark.parametrize(
     ("error", "text", "call"),
     [
-        (ValueError, r"routing_statistics: mask has local shape \(3,\), and there are 4 tokens",
+        (ValueError, r"routing_statistics: mask has local shape \(3,\), but tokens need \(4,\)",
          lambda r: routing_statistics(r, mask=jnp.ones(3, bool))),
         (TypeError, "router_z_loss: mask must be bool, got float32",
          lambda r: router_z_loss(r, mask=jnp.ones(4))),

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Int, Int32, Shaped
+from jaxtyping import Bool, Int32, Shaped
 
 from jaxpar.arguments.calls import public, readable, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_whole
+from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.checks_of_layers import as_integers, as_signed
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Integer, Leaf, Tree
@@ -21,6 +21,7 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key
+from jaxpar.moe._routing import as_mask
 from jaxpar.moe._trip import Trip, bring_back, send
 
 
@@ -76,7 +77,7 @@ class RaggedDispatcher:
         Args:
           target_device_ids: integers, local `[t]` or `[t, k]`, as `lax.axis_index(axis)` counts.
             Entries outside of 0 to n-1 send nothing. A device named twice for a row gets it once.
-          axis: mesh axes, or an `Axis`.
+          axis: mesh axes, or an `Axis`, of which only an 8-bit `wire_dtype` has an effect.
           mask: bool, shaped like `target_device_ids`; False sends nothing.
 
         Returns:
@@ -97,7 +98,8 @@ class RaggedDispatcher:
         (ids,) = vary_alike(ring.names, as_signed(ids))
         send_it = (ids >= 0) & (ids < ring.size)
         if mask is not None:
-            send_it = send_it & _check_mask(as_array("mask", mask), ids)
+            what = f"target_device_ids of local shape {ids.shape}"
+            send_it = send_it & as_mask(mask, ids.shape, what)
         devices = jnp.where(send_it, ids, ring.size).astype("int32")
         devices = _once_each(devices.reshape(ids.shape if ids.ndim == 2 else (*ids.shape, 1)), ring)
         rows, k = devices.shape
@@ -258,17 +260,6 @@ def _once_each(devices: Int32[Array, "tokens k"], ring: Ring) -> Int32[Array, "t
     # [tokens, k, k]: whether an entry names the same device as another to its left.
     again = jnp.any((devices[:, :, None] == devices[:, None, :]) & left, axis=2)
     return jnp.where(again, ring.size, devices)
-
-
-def _check_mask(mask: Array, ids: Int[Array, "*ids"]) -> Bool[Array, "*ids"]:
-    if mask.dtype != jnp.bool_:
-        raise type_error(f"mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first")
-    if mask.shape != ids.shape:
-        raise value_error(
-            f"mask has local shape {mask.shape}, and target_device_ids {ids.shape}; "
-            "give one entry for each, such as by jnp.broadcast_to(mask[:, None], ...)"
-        )
-    return mask
 
 
 def _check_leaf(

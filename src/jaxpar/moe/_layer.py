@@ -34,11 +34,10 @@ from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacit
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared, logits_of
 from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike, expert_arrays
-from jaxpar.moe._routing import RoutingLike, as_routing, route
+from jaxpar.moe._routing import RoutingLike, as_bias, as_mask, as_routing, route
 from jaxpar.moe._sharding import (
     GATHERED,
     as_shared_gate,
-    as_token_mask,
     bias_once,
     bind_axes,
     check_experts,
@@ -100,8 +99,9 @@ def moe_layer(
       shared_gate: floats `[d, 1]`, replicated over all axes. The results of shared experts are
         multiplied by `sigmoid(tokens @ shared_gate)`.
       activation: elementwise, or a `jaxpar.layers.GatedActivation`.
-      data_axis: further axes that shard tokens.
-      tp_axis: axes that shard all experts' hidden features f.
+      data_axis: further axes that shard tokens, without options.
+      tp_axis: axes that shard all experts' hidden features f, or an `Axis`. Tokens travel over it
+        as with `"all_gather"`; with `sequence_dim=None` results are summed by a psum.
       sequence_dim: with `tp_axis`, None if tokens are replicated over it, else an integer, whose
         value is ignored.
       fsdp_axis: as in `column_parallel_linear`.
@@ -293,7 +293,12 @@ def routed_moe_layer(
     tokens, router = as_array("tokens", tokens), as_array("router", router)
     check_router(tokens, router)
     check_policy("capacity_policy", capacity_policy)
-    real = None if mask is None else as_token_mask(mask, tokens)
+    if router_bias is not None:
+        router_bias = as_bias("router_bias", router_bias, router.shape[1])
+    real = None
+    if mask is not None:
+        what = f"tokens of local shape {tokens.shape}"
+        real = as_mask(mask, tokens.shape[:-1], what).reshape(-1)
     # Masked tokens may hold NaN, which must not reach a weight's gradient.
     rows = _real(tokens.reshape(-1, tokens.shape[-1]), real)
     routing = route(

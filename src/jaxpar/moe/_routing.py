@@ -127,13 +127,18 @@ def route(
     experts" (2024), for the selected softmax; DeepSeek-V2 (2024), for groups; DeepSeek-V3 (2024),
     for sigmoids and bias.
     """
-    logits = as_array("logits", logits)
-    k = _check_logits(logits, top_k)
+    logits = _floats("logits", logits)
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise value_error(
+            f"logits has local shape {logits.shape}, and must be [tokens, experts]; reshape "
+            "it to two dimensions"
+        )
+    k = check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
     if scoring not in SCORINGS:
         raise value_error(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
     factor = check_number("scale", scale)
     logits = logits.astype(sum_dtype(logits.dtype))
-    real = None if mask is None else as_mask(mask, len(logits))
+    real = None if mask is None else as_mask(mask, logits.shape[:1], "tokens")
     if real is not None:
         logits = jnp.where(real[:, None], logits, 0)
     scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -141,7 +146,8 @@ def route(
     choice = lax.stop_gradient(logits)  # ordered like scores, which round and underflow
     if bias is not None:
         choice = lax.stop_gradient(logits if scoring == "selected_softmax" else scores)
-        choice = choice + lax.stop_gradient(_as_bias(bias, logits)).astype(choice.dtype)[None, :]
+        bias = as_bias("bias", bias, logits.shape[1]).astype(choice.dtype)
+        choice = choice + lax.stop_gradient(bias)[None, :]
     # Sorts and maxima skip some NaN, which would hide it. This factor makes the token's weights
     # NaN.
     doubt = 1 + jnp.sum(jnp.where(jnp.isnan(choice), choice, 0), axis=1, keepdims=True)
@@ -230,37 +236,31 @@ def _largest_of(x: Float[Array, "*groups size"], count: int) -> Float[Array, "{c
     return jnp.stack(largest)
 
 
-def _check_logits(logits: Array, top_k: Any) -> int:
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise type_error(f"logits must be floats, got {logits.dtype}; cast them")
-    if logits.ndim != 2 or not logits.shape[1]:
+def as_bias(argument: str, given: Values, experts: int) -> Float[Array, " {experts}"]:
+    bias = _floats(argument, given)
+    if bias.shape != (experts,):
         raise value_error(
-            f"logits has local shape {logits.shape}, and must be [tokens, experts]; reshape "
-            "it to two dimensions"
-        )
-    return check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
-
-
-def _as_bias(given: Values, logits: Float[Array, "tokens experts"]) -> Float[Array, " experts"]:
-    bias = as_array("bias", given)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
-    if bias.shape != logits.shape[1:]:
-        raise value_error(
-            f"bias has local shape {bias.shape} and logits {logits.shape}; it needs one "
-            f"entry for each of the {logits.shape[1]} experts, on every device"
+            f"{argument} has local shape {bias.shape}, but needs one entry for each of the "
+            f"{experts} experts, on every device"
         )
     return bias
 
 
-def as_mask(given: Values, tokens: int) -> Bool[Array, " {tokens}"]:
+def _floats(argument: str, given: Values) -> Float[Array, "..."]:
+    x = as_array(argument, given)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise type_error(f"{argument} must be floats, got {x.dtype}; cast it")
+    return x
+
+
+def as_mask(given: Values, shape: tuple[int, ...], of: str) -> Bool[Array, "*shape"]:
     mask = as_array("mask", given)
     if mask.dtype != bool:
-        raise type_error(f"mask must be bool, got {mask.dtype}; compare it with 0")
-    if mask.shape != (tokens,):
+        raise type_error(f"mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first")
+    if mask.shape != shape:
         raise value_error(
-            f"mask has local shape {mask.shape}, and there are {tokens} tokens; it "
-            f"must be [{tokens}]"
+            f"mask has local shape {mask.shape}, but {of} need {shape}, one entry for each; "
+            "reshape it, or repeat it by jnp.broadcast_to"
         )
     return mask
 
@@ -296,10 +296,8 @@ def update_router_bias(
 
     Source: Wang et al., "Auxiliary-loss-free load balancing" (2024).
     """
-    bias = as_array("bias", bias)
+    bias = _floats("bias", bias)
     tokens_per_expert = as_integers("tokens_per_expert", tokens_per_expert)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise type_error(f"bias must be floats, got {bias.dtype}; cast it")
     if not bias.ndim or bias.shape != tokens_per_expert.shape:
         raise value_error(
             f"bias has local shape {bias.shape} and tokens_per_expert {tokens_per_expert.shape}; "

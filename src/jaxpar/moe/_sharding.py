@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_whole
@@ -26,6 +26,7 @@ from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays
 from jaxpar.moe._routing import Routing
+from jaxpar.moe._statistics import bind_sums
 
 GATHERED = "gathered experts"  # names arrays that are not saved for the backward pass
 
@@ -64,10 +65,10 @@ def bind_axes(
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
 ) -> Axes:
-    rings = {"axis": bind(axis)}
-    for key, name in (("data_axis", data_axis), ("tp_axis", tp_axis)):
-        if name is not None and name not in ((), []):
-            rings[key] = bind(name, key)
+    data = bind_sums(() if data_axis is None else data_axis, "data_axis")
+    rings = {"axis": bind(axis), "data_axis": data}
+    if tp_axis is not None and tp_axis not in ((), []):
+        rings["tp_axis"] = bind(tp_axis, "tp_axis")
     fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
     # The axes of fsdp may be data axes too, because they often shard tokens.
     weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
@@ -83,10 +84,9 @@ def bind_axes(
                 seen[name] = key
     if sequence_dim is not None:
         check_whole("sequence_dim", sequence_dim)
-    data = rings.get("data_axis")
     return Axes(
         rings["axis"],
-        data.names if data else (),
+        data.names,
         rings.get("tp_axis"),
         sequence_dim is not None,
         fsdp,
@@ -148,17 +148,6 @@ def _check_columns(
         )
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise type_error(f"{argument} must be floats, got {w.dtype}; cast it")
-
-
-def as_token_mask(given: Values, tokens: Float[Array, "... d"]) -> Bool[Array, " tokens"]:
-    mask = as_array("mask", given)
-    if mask.shape != tokens.shape[:-1] or mask.dtype != jnp.bool_:
-        raise value_error(
-            f"mask is {mask.dtype}{list(mask.shape)}, but must be "
-            f"bool{list(tokens.shape[:-1])}, one for each of the tokens of local shape "
-            f"{tokens.shape}"
-        )
-    return mask.reshape(-1)
 
 
 def check_routing(routing: Routing, tokens: Array) -> None:

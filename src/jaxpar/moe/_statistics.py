@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int32, Num
 from jaxpar.arguments.calls import public, readable, value_error
 from jaxpar.arguments.checks import as_array, check_own
 from jaxpar.arguments.types import Integer, Values
-from jaxpar.axis.axis import AxisLike, bind_any
+from jaxpar.axis.axis import Axis, AxisLike, Ring, bind_any
 from jaxpar.axis.varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 
@@ -58,7 +59,7 @@ def routing_statistics(
 
     Args:
       routing: the `Routing` of this device's tokens.
-      axis: all axes that shard tokens, or an `Axis`. Empty: only this device's tokens count.
+      axis: all axes that shard tokens, without options. Empty: only this device's tokens count.
       mask: bool `[t]`, False for tokens that do not count, besides those that `route` masked.
       overflow: a scalar integer, rows that this device could not receive.
 
@@ -68,7 +69,8 @@ def routing_statistics(
       weight, add a loss times the device's `weight` to `loss_sum`.
 
     Raises:
-      ValueError: `routing` is typed as replicated over `axis`, or a shape is wrong.
+      ValueError: `routing` is typed as replicated over `axis`, a shape is wrong, or `axis` is an
+        `Axis` with options.
 
     Cost: psums of E + 2 integers, of E + 2 floats and of `overflow`. The derivative sends nothing,
     or with `check_vma=False` the floats again.
@@ -81,10 +83,22 @@ def routing_statistics(
       Array([16, 16,  0,  0], dtype=int32)
     """
     routing = as_routing(routing)
-    ring = bind_any(axis)
+    ring = bind_sums(axis)
     if ring.names:
         check_own("routing", routing, ring, "tokens", "leave out of axis where all have them")
     return statistics_of(routing, ring.names, mask, overflow)
+
+
+def bind_sums(axis: AxisLike, argument: str = "axis") -> Ring:
+    """Returns the ring over which counts and losses are summed, by psums without options."""
+    ring = bind_any(axis, argument)
+    lost = [f.name for f in fields(Axis)[1:] if getattr(ring, f.name) != f.default]
+    if lost:
+        raise value_error(
+            f"{argument} has {' and '.join(lost)}, but counts and losses are summed exactly, by "
+            f"psums; give its names, {ring.names}"
+        )
+    return ring
 
 
 def statistics_of(
@@ -140,7 +154,7 @@ def load_balance_loss(
       Without tokens that count, the loss and its gradients are 0.
 
     Raises:
-      ValueError: a shape is wrong.
+      ValueError: as in `routing_statistics`.
 
     Cost: psums of E + 1 integers and E floats. The derivative costs as in `routing_statistics`.
 
@@ -152,7 +166,7 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    routing, axes = as_routing(routing), bind_any(axis).names
+    routing, axes = as_routing(routing), bind_sums(axis).names
     counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
@@ -176,7 +190,7 @@ def router_z_loss(
       and its gradients are 0.
 
     Raises:
-      ValueError: as in `load_balance_loss`.
+      ValueError: as in `routing_statistics`.
 
     Cost: psums of two scalars. The derivative sends nothing, or with `check_vma=False` one scalar.
 
@@ -186,7 +200,7 @@ def router_z_loss(
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    routing, axes = as_routing(routing), bind_any(axis).names
+    routing, axes = as_routing(routing), bind_sums(axis).names
     counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))
@@ -209,7 +223,7 @@ def _counted(routing: Routing, mask: Values | None) -> Bool[Array, " tokens"]:
     counted = jnp.any(routing.experts >= 0, axis=1)
     for given in (routing.mask, mask):
         if given is not None:
-            counted = counted & as_mask(given, len(counted))
+            counted = counted & as_mask(given, counted.shape, "tokens")
     return counted
 
 
