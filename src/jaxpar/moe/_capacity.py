@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int32, UInt
 
 from jaxpar.arguments.calls import public, value_error
 from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.checks_of_layers import check_number
+from jaxpar.arguments.checks_of_layers import check_among, check_number
 from jaxpar.arguments.types import Integer, Number, Policy
 from jaxpar.axis.varying import zeros_alike
 from jaxpar.compiler import control_flow
@@ -101,7 +101,7 @@ def limit_capacity(
     """
     routing = as_routing(routing)
     most = check_whole("capacity", capacity, 0)
-    check_policy("policy", policy)
+    check_among("policy", policy, POLICIES)
     if most >= len(routing.experts):
         return routing
     if most == 0:
@@ -118,11 +118,6 @@ def limit_capacity(
         keys, bits = jnp.broadcast_to(ranks, experts.shape), top.bit_length()
     kept = _largest(of_experts(keys, experts, count), most, bits)
     return routing._replace(kept=routing.kept & (of_chosen(kept.astype("int32"), experts) > 0))
-
-
-def check_policy(argument: str, policy: Any) -> None:
-    if policy not in POLICIES:
-        raise value_error(f"{argument} must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 def _sort_keys(weights: Float[Array, "tokens k"]) -> UInt[Array, "tokens k"]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Int, Int32, Shaped
+from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.varying import vary_alike, zeros_alike
@@ -94,10 +94,14 @@ def take_rows(
     if not prod(shape) or not x.shape[0]:
         return zeros_alike(shape, x.dtype, x, places)
     taken = jnp.take(x, places, 0, mode="clip")
-    if fill is None:
-        return taken
-    inside = ((places >= 0) & (places < x.shape[0])).reshape(*places.shape, *[1] * (x.ndim - 1))
-    return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
+    return taken if fill is None else where_rows((places >= 0) & (places < len(x)), taken, fill)
+
+
+def where_rows(
+    which: Bool[Array, " rows"], x: Shaped[Array, "rows *row"], fill: Any = 0
+) -> Shaped[Array, "rows *row"]:
+    """Returns `x`, with `fill` in other rows."""
+    return jnp.where(which.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.asarray(fill, x.dtype))
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,13 @@ def _sum_firsts(
     # One gather, because k of them compile k times as long for TPU. A barrier separates it from the
     # masks: they belong to the additions, whose layout is not the gather's.
     each, at = lax.optimization_barrier((take_rows(y, at, None), at))  # [sum(lengths), *row]
-    inside = (at < len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    inside = at < len(y)
     # The last column comes first, so that no pass is longer than the column that it adds.
     total: Any = None
     for length, end in zip(reversed(lengths), reversed(list(accumulate(lengths))), strict=True):
         part = each[end - length : end]
         if not blank:
-            part = jnp.where(inside[end - length : end], part, jnp.zeros((), y.dtype))
+            part = where_rows(inside[end - length : end], part)
         part = part.astype(dtype)
         if total is not None:
             margin = [(0, length - len(total))] + [(0, 0)] * (y.ndim - 1)

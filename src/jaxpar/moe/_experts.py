@@ -29,6 +29,7 @@ from jaxpar.moe._grouped import (
     bind_kernels,
     bind_preferred,
     check_sizes,
+    clear,
     fitting_sizes,
 )
 from jaxpar.moe._mlp import (
@@ -39,8 +40,8 @@ from jaxpar.moe._mlp import (
     Operands,
     Projected,
     WholeProducts,
-    clear,
     expert_arrays,
+    present,
 )
 
 
@@ -125,9 +126,9 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
             "multiplied and must be as many"
         )
     check_sizes(group_sizes, "experts.up", experts.up.shape)
-    for field in ("up", "gate", "down"):
-        w = getattr(experts, field)
-        if w is not None and w.dtype != x.dtype:
+    for field, w in present(experts).items():
+        biased = field.endswith("bias")
+        if loses_parts(w.dtype, x.dtype) if biased else w.dtype != x.dtype:
             raise type_error(
                 f"x is {x.dtype} and experts.{field} {w.dtype}; cast one to the other's dtype"
             )
@@ -136,33 +137,26 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
             f"x and experts are {x.dtype}, but hidden features are fractions; cast them to floats, "
             "or multiply integers by grouped_matmul"
         )
-    for field in ("up_bias", "gate_bias", "down_bias"):
-        w = getattr(experts, field)
-        if w is not None and loses_parts(w.dtype, x.dtype):
-            raise type_error(
-                f"x is {x.dtype} and experts.{field} {w.dtype}, which it cannot hold; cast one of "
-                "them"
-            )
 
 
-def check_shapes(experts: Experts) -> None:
-    if experts.up.ndim != 3:
+def check_shapes(experts: Experts, kind: str = "experts") -> None:
+    up = experts.up
+    if kind == "experts" and up.ndim != 3:
         raise value_error(
-            f"experts.up must be [e, d, f], got local shape {experts.up.shape}; stack "
-            "the experts' matrices"
+            f"experts.up must be [e, d, f], got local shape {up.shape}; stack the experts' matrices"
         )
     if experts.gate_bias is not None and experts.gate is None:
         raise value_error(
-            f"experts.gate_bias of local shape {experts.gate_bias.shape} is given "
-            "without experts.gate; give both or neither"
+            f"{kind}.gate_bias of local shape {experts.gate_bias.shape} is given "
+            f"without {kind}.gate; give both or neither"
         )
-    e, d, f = experts.up.shape
-    shapes = (e, d, f), (e, f, d), (e, d, f), (e, f), (e, f), (e, d)
+    *e, d, f = up.shape
+    shapes = (*e, d, f), (*e, f, d), (*e, d, f), (*e, f), (*e, f), (*e, d)
     for (field, w), wanted in zip(experts._asdict().items(), shapes, strict=True):
         if w is not None and w.shape != wanted:
             raise value_error(
-                f"experts.{field} has local shape {w.shape}, but with experts.up of "
-                f"local shape {experts.up.shape} it must have {wanted}"
+                f"{kind}.{field} has local shape {w.shape}, but with {kind}.up of "
+                f"local shape {up.shape} it must have {wanted}"
             )
 
 
@@ -312,15 +306,8 @@ def _mlp_bwd(mlp: Mlp, residuals: Any, cts: Any) -> Any:
     return _mlp_gradients(mlp, *residuals, cts[0]), None
 
 
-def _gradients_fwd(
-    mlp: Mlp,
-    operands: Operands,
-    group_sizes: Int32[Array, " groups"],
-    projected: Projected,
-    ct: Num[Array, "rows d"],
-) -> Any:
-    out = _mlp_gradients(mlp, operands, group_sizes, projected, ct)
-    return out, (operands, group_sizes, projected, ct)
+def _gradients_fwd(mlp: Mlp, *given: Any) -> Any:
+    return _mlp_gradients(mlp, *given), given
 
 
 def _gradients_bwd(mlp: Mlp, residuals: Any, cts: Operands) -> Any:

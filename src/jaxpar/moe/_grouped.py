@@ -16,15 +16,16 @@ from jax import Array, lax
 from jax.custom_batching import sequential_vmap
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Int32, Integer, Num
+from jaxtyping import Int32, Integer, Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_precision
-from jaxpar.arguments.checks_of_layers import as_integers
+from jaxpar.arguments.checks_of_layers import as_integers, check_among
 from jaxpar.arguments.dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
 from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
+from jaxpar.moe._copies import where_rows
 from jaxpar.moe._group_blocks import (
     CPU_LENGTHS,
     GPU_LENGTHS,
@@ -168,7 +169,7 @@ def rows_product(
     ) -> Num[Array, "rows out"]:
         dims = lax.RaggedDotDimensionNumbers((([1], [inner]), ([], [])), [0], [0])
         out = product.ragged_dot(dims, sums, lhs, rhs, group_sizes)
-        return jnp.where(in_groups(group_sizes, len(lhs)), out, 0) if product.cleared else out
+        return clear(out, group_sizes) if product.cleared else out
 
     # The kernel always sums in float32 and rounds once. A wider result would need another pass to
     # narrow it.
@@ -179,7 +180,7 @@ def rows_product(
         rhs: Num[Array, "groups _ _"],
         group_sizes: Int32[Array, " groups"],
     ) -> Num[Array, "rows out"]:
-        return ragged_dot(jnp.where(in_groups(group_sizes, len(lhs)), lhs, 0), rhs, group_sizes)
+        return ragged_dot(clear(lhs, group_sizes), rhs, group_sizes)
 
     def blocks(
         lengths: tuple[int, ...],
@@ -226,8 +227,7 @@ def group_products(
         rhs: Num[Array, "rows out"],
         group_sizes: Int32[Array, " groups"],
     ) -> Num[Array, "groups into out"]:
-        inside = in_groups(group_sizes, len(lhs))
-        return ragged_dot(jnp.where(inside, lhs, 0), jnp.where(inside, rhs, 0), group_sizes)
+        return ragged_dot(clear(lhs, group_sizes), clear(rhs, group_sizes), group_sizes)
 
     def blocks(
         lengths: tuple[int, ...],
@@ -258,17 +258,14 @@ def fitting_sizes(group_sizes: Integer[Array, " groups"], rows: int) -> Int32[Ar
     return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
 
 
-def in_groups(group_sizes: Int32[Array, " groups"], rows: int) -> Bool[Array, "{rows} 1"]:
-    return lax.broadcasted_iota("int32", (rows, 1), 0) < jnp.sum(group_sizes, dtype="int32")
+def clear(
+    rows: Num[Array, " rows *row"], group_sizes: Int32[Array, " groups"]
+) -> Num[Array, " rows *row"]:
+    return where_rows(lax.iota("int32", len(rows)) < jnp.sum(group_sizes, dtype="int32"), rows)
 
 
-def _rows_fwd(
-    product: GroupedProduct,
-    lhs: Num[Array, "rows into"],
-    rhs: Num[Array, "groups _ _"],
-    group_sizes: Int32[Array, " groups"],
-) -> Any:
-    return rows_product(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+def _rows_fwd(product: GroupedProduct, *operands: Array) -> Any:
+    return rows_product(product, *operands), operands
 
 
 def _rows_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "rows out"]) -> Any:
@@ -282,13 +279,8 @@ def _rows_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "rows out"
     return rows_product(to_lhs, ct, rhs, sizes), group_products(to_rhs, *pair, sizes), None
 
 
-def _groups_fwd(
-    product: GroupedProduct,
-    lhs: Num[Array, "rows into"],
-    rhs: Num[Array, "rows out"],
-    group_sizes: Int32[Array, " groups"],
-) -> Any:
-    return group_products(product, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+def _groups_fwd(product: GroupedProduct, *operands: Array) -> Any:
+    return group_products(product, *operands), operands
 
 
 def _groups_bwd(product: GroupedProduct, residuals: Any, ct: Num[Array, "groups into out"]) -> Any:
@@ -302,10 +294,7 @@ group_products.defvjp(_groups_fwd, _groups_bwd)
 
 
 def bind_kernels(implementation: Any, precision: Any) -> Kernels:
-    if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
-        raise value_error(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
+    check_among("implementation", implementation, IMPLEMENTATIONS)
     check_precision(precision)
     return Kernels(implementation, precision)
 

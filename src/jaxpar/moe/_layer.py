@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxpar.arguments.calls import public
 from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.checks_of_layers import check_among
 from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.types import (
     Dispatch,
@@ -30,20 +31,20 @@ from jaxpar.axis.varying import vary_over
 from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._activation import Activation
-from jaxpar.moe._capacity import Bounds, as_factor, check_policy, expert_capacity, limit_capacity
+from jaxpar.moe._capacity import POLICIES, Bounds, as_factor, expert_capacity, limit_capacity
+from jaxpar.moe._copies import where_rows
 from jaxpar.moe._dispatch import Gathered, Ragged, apply_shared, logits_of
 from jaxpar.moe._local import LocalExperts
 from jaxpar.moe._mlp import Experts, ExpertsLike, expert_arrays
 from jaxpar.moe._routing import RoutingLike, as_bias, as_mask, as_routing, route
 from jaxpar.moe._sharding import (
     GATHERED,
-    as_shared_gate,
+    as_router,
     bias_once,
     bind_axes,
     check_experts,
     check_options,
     check_own_rows,
-    check_router,
     check_routing,
     gather_whole,
 )
@@ -146,11 +147,11 @@ def moe_layer(
     tokens, routed = as_array("tokens", tokens), expert_arrays(experts)
     fused = None if shared is None else expert_arrays(shared, "shared")
     check_own_rows(tokens, axes)
-    gate = as_shared_gate(shared_gate, tokens, fused)
+    gate = None if shared_gate is None else as_router("shared_gate", shared_gate, tokens, 1)
     routing = as_routing(routing)
     check_routing(routing, tokens)
     known = routing.logits.shape[1]
-    check_experts(tokens, known, routed, fused, axes)
+    check_experts(tokens, known, routed, fused, gate, axes)
     rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, d]
     rows = _real(rows, routing.mask)
     for ring in (axes.expert, axes.tensor, axes.fsdp):
@@ -290,9 +291,9 @@ def routed_moe_layer(
       >>> y.shape, int(statistics.tokens_per_expert.sum())
       ((64, 4), 128)
     """
-    tokens, router = as_array("tokens", tokens), as_array("router", router)
-    check_router(tokens, router)
-    check_policy("capacity_policy", capacity_policy)
+    tokens = as_array("tokens", tokens)
+    router = as_router("router", router, tokens)
+    check_among("capacity_policy", capacity_policy, POLICIES)
     if router_bias is not None:
         router_bias = as_bias("router_bias", router_bias, router.shape[1])
     real = None
@@ -324,4 +325,4 @@ def routed_moe_layer(
 def _real(
     rows: Float[Array, "tokens d"], mask: Bool[Array, " tokens"] | None
 ) -> Float[Array, "tokens d"]:
-    return rows if mask is None else jnp.where(mask[:, None], rows, jnp.zeros((), rows.dtype))
+    return rows if mask is None else where_rows(mask, rows)

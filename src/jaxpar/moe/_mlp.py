@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int32, Num, Shaped
+from jaxtyping import Float, Int32, Num
 
 from jaxpar.arguments.calls import public, readable, type_error
 from jaxpar.arguments.checks import as_array
@@ -21,8 +21,8 @@ from jaxpar.moe._group_blocks import Block, block_dot
 from jaxpar.moe._grouped import (
     GroupedProduct,
     Kernels,
+    clear,
     group_products,
-    in_groups,
     rows_product,
 )
 
@@ -94,8 +94,13 @@ def as_experts(given: ExpertsLike) -> Experts:
 
 
 def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
-    found = {name: w for name, w in as_experts(given)._asdict().items() if w is not None}
-    return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in found.items()})
+    weights = present(as_experts(given))
+    return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in weights.items()})
+
+
+def present(experts: Experts | None) -> dict[str, Array]:
+    fields = {} if experts is None else experts._asdict()
+    return {name: w for name, w in fields.items() if w is not None}
 
 
 class Operands(NamedTuple):
@@ -350,14 +355,8 @@ def sum_rows(
     return sums[:, 0]
 
 
-def _spread_fwd(
-    kernels: Kernels,
-    rows: int,
-    dtype: Any,
-    bias: Num[Array, "groups out"],
-    group_sizes: Int32[Array, " groups"],
-) -> Any:
-    return spread_rows(kernels, rows, dtype, bias, group_sizes), (bias, group_sizes)
+def _spread_fwd(kernels: Kernels, rows: int, dtype: Any, *operands: Array) -> Any:
+    return spread_rows(kernels, rows, dtype, *operands), operands
 
 
 def _spread_bwd(kernels: Kernels, rows: int, dtype: Any, residuals: Any, ct: Array) -> Any:
@@ -366,10 +365,3 @@ def _spread_bwd(kernels: Kernels, rows: int, dtype: Any, residuals: Any, ct: Arr
 
 
 spread_rows.defvjp(_spread_fwd, _spread_bwd)
-
-
-def clear(
-    rows: Shaped[Array, " rows *row"], group_sizes: Int32[Array, " groups"]
-) -> Shaped[Array, " rows *row"]:
-    inside = in_groups(group_sizes, len(rows)).reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.where(inside, rows, 0)

@@ -14,7 +14,7 @@ from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_whole
-from jaxpar.arguments.checks_of_layers import as_integers, check_number
+from jaxpar.arguments.checks_of_layers import as_integers, check_among, check_number
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values
@@ -134,8 +134,7 @@ def route(
             "it to two dimensions"
         )
     k = check_whole("top_k", top_k, 1, logits.shape[1], "the number of experts")
-    if scoring not in SCORINGS:
-        raise value_error(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+    check_among("scoring", scoring, SCORINGS)
     factor = check_number("scale", scale)
     logits = logits.astype(sum_dtype(logits.dtype))
     real = None if mask is None else as_mask(mask, logits.shape[:1], "tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -14,9 +15,9 @@ from jaxtyping import Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_whole
-from jaxpar.arguments.checks_of_layers import check_number, check_replicated
+from jaxpar.arguments.checks_of_layers import check_among, check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
-from jaxpar.arguments.types import Integer, Values
+from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
@@ -24,7 +25,7 @@ from jaxpar.choose.sites import AUTO, DISPATCHES
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
-from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays
+from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays, present
 from jaxpar.moe._routing import Routing
 from jaxpar.moe._statistics import bind_sums
 
@@ -69,19 +70,16 @@ def bind_axes(
     rings = {"axis": bind(axis), "data_axis": data}
     if tp_axis is not None and tp_axis not in ((), []):
         rings["tp_axis"] = bind(tp_axis, "tp_axis")
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
-    # The axes of fsdp may be data axes too, because they often shard tokens.
-    weights = {key: ring for key, ring in rings.items() if key != "data_axis"}
-    for several in (rings, weights | ({"fsdp_axis": fsdp} if fsdp else {})):
-        seen: dict[str, str] = {}
-        for key, ring in several.items():
-            for name in ring.names:
-                if name in seen:
-                    raise value_error(
-                        f"{seen[name]} and {key} both have the axis {name!r}; each "
-                        "divides something else, so name different axes"
-                    )
-                seen[name] = key
+    if fsdp_axis is not None:
+        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", gathers=True)
+    for (key, ring), (other, following) in combinations(rings.items(), 2):
+        twice = [name for name in ring.names if name in following.names]
+        # The axes of fsdp may be data axes too, because they often shard tokens.
+        if twice and (key, other) != ("data_axis", "fsdp_axis"):
+            raise value_error(
+                f"{key} and {other} both have the axis {twice[0]!r}; each "
+                "divides something else, so name different axes"
+            )
     if sequence_dim is not None:
         check_whole("sequence_dim", sequence_dim)
     return Axes(
@@ -89,7 +87,7 @@ def bind_axes(
         data.names,
         rings.get("tp_axis"),
         sequence_dim is not None,
-        fsdp,
+        rings.get("fsdp_axis"),
     )
 
 
@@ -115,39 +113,22 @@ def check_rows(tokens: Array) -> None:
         raise type_error(f"tokens must be floats, got {tokens.dtype}; embed them first")
 
 
-def check_router(tokens: Array, router: Array) -> None:
+def as_router(
+    argument: str, given: Any, tokens: Array, columns: int | None = None
+) -> Float[Array, "d columns"]:
+    """Returns a matrix of so many columns; None: one for each expert."""
     check_rows(tokens)
-    columns = "a column for each expert of all devices"
-    _check_columns("router", router, tokens, "E", router.shape[-1:] != (0,), columns)
-
-
-def as_shared_gate(
-    given: Values | None, tokens: Array, shared: Experts | None
-) -> Float[Array, "d 1"] | None:
-    if given is None:
-        return None
-    gate = as_array("shared_gate", given)
-    if shared is None:
+    w, d = as_array(argument, given), tokens.shape[-1]
+    if w.ndim != 2 or w.shape[0] != d or w.shape[1] != (columns or w.shape[1] or 1):
+        of = "a column for each expert of all devices" if columns is None else "one column"
         raise value_error(
-            f"shared_gate of local shape {gate.shape} is given without shared, whose results it "
-            "scales; give both or neither"
-        )
-    columns = "one column, replicated over all axes"
-    _check_columns("shared_gate", gate, tokens, "1", gate.shape[-1:] == (1,), columns)
-    return gate
-
-
-def _check_columns(
-    argument: str, w: Array, tokens: Array, width: str, fits: bool, columns: str
-) -> None:
-    if w.ndim != 2 or w.shape[0] != tokens.shape[-1] or not fits:
-        raise value_error(
-            f"{argument} has local shape {w.shape}, but must be [d, {width}] = "
-            f"[{tokens.shape[-1]}, {width}] for tokens of local shape {tokens.shape}: a row for "
-            f"each feature, {columns}"
+            f"{argument} has local shape {w.shape}, but must be [d, {columns or 'E'}] = "
+            f"[{d}, {columns or 'E'}] for tokens of local shape {tokens.shape}: a row for each "
+            f"feature, {of}"
         )
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise type_error(f"{argument} must be floats, got {w.dtype}; cast it")
+    return w
 
 
 def check_routing(routing: Routing, tokens: Array) -> None:
@@ -173,27 +154,36 @@ def check_experts(
     known: int,
     experts: Experts,
     shared: Experts | None,
+    gate: Array | None,
     axes: Axes,
 ) -> None:
-    count, ring = known, axes.expert
-    share = -(-count // ring.size)
-    for name, w in experts._asdict().items():
-        if w is None:
-            continue
+    ring = axes.expert
+    share = -(-known // ring.size)
+    for name, w in present(experts).items():
         rank = 2 if name.endswith("bias") else 3
         if w.ndim != rank or w.shape[0] != share:
             raise value_error(
                 f"experts.{name} has local shape {w.shape}, but needs {rank} "
-                f"dimensions, the first of {share}: {count} experts of the routing over "
-                f"{ring} are ceil({count} / {ring.size}) = {share} a device; append missing ones "
+                f"dimensions, the first of {share}: {known} experts of the routing over "
+                f"{ring} are ceil({known} / {ring.size}) = {share} a device; append missing ones "
                 f"with pad_experts(experts, {ring.size}), and shard along the first dimension"
             )
         check_own(f"experts.{name}", w, ring, "experts")
-    of_shared = {} if shared is None else shared._asdict()
-    for kind, tree in (("experts", experts._asdict()), ("shared", of_shared)):
-        for name, w in tree.items():
-            if w is None:
-                continue
+    if gate is not None and shared is None:
+        raise value_error(
+            f"shared_gate of local shape {gate.shape} is given without shared, whose results it "
+            "scales; give both or neither"
+        )
+    for name, w in present(shared).items():
+        rank = 1 if name.endswith("bias") else 2
+        if w.ndim != rank:
+            raise value_error(
+                f"shared.{name} has local shape {w.shape}, but must have {rank} "
+                "dimensions; shared experts are one wider expert: join them along their hidden "
+                "features"
+            )
+    for kind, tree in (("experts", experts), ("shared", shared)):
+        for name, w in present(tree).items():
             if axes.tensor is not None and name != "down_bias":
                 remedy = "shard its hidden features over tp_axis"
                 check_own(f"{kind}.{name}", w, axes.tensor, "features", remedy)
@@ -203,46 +193,12 @@ def check_experts(
                     f"tokens are {tokens.dtype}{list(tokens.shape)} and {kind}.{name} "
                     f"{over.describe_shard(w)}; cast one of them with .astype"
                 )
-    for name, w in of_shared.items():
-        rank = 1 if name.endswith("bias") else 2
-        if w is not None and w.ndim != rank:
-            raise value_error(
-                f"shared.{name} has local shape {w.shape}, but must have {rank} "
-                "dimensions; shared experts are one wider expert: join them along their hidden "
-                "features"
-            )
-
-
-def check_widths(width: int, experts: Experts, kind: str) -> None:
-    up, down = experts.up.shape, experts.down.shape
-    if up[-2] != width or down[-1] != width or up[-1] != down[-2]:
-        raise value_error(
-            f"{kind}.up has local shape {up} and {kind}.down {down} (gathered over "
-            f"fsdp_axis), but must end in [d, f] and [f, d] with d = {width}, the width of "
-            "the tokens"
-        )
-    hidden = up[-1]
-    wanted = {
-        "gate": up[-2:],
-        "up_bias": (hidden,),
-        "gate_bias": (hidden,),
-        "down_bias": (width,),
-    }
-    for name, shape in wanted.items():
-        w = getattr(experts, name)
-        if w is not None and w.shape[-len(shape) :] != shape:
-            raise value_error(
-                f"{kind}.{name} has local shape {w.shape}, but must end in {shape} to "
-                f"fit {kind}.up of {up}"
-            )
 
 
 def check_options(
     tokens: int, dispatch: Any, chunks: Any, capacity: Any, buffer_factor: Any
 ) -> tuple[int, int | None, float | None]:
-    if not isinstance(dispatch, str) or dispatch not in (*DISPATCHES, AUTO):
-        known = ", ".join((*DISPATCHES, AUTO))
-        raise value_error(f"dispatch must be one of {known}, got {dispatch!r}")
+    check_among("dispatch", dispatch, (*DISPATCHES, AUTO))
     chunks = check_whole("chunks", chunks, 1, max(1, tokens), "the number of local tokens")
     if capacity is not None:
         capacity = check_whole("capacity", capacity, 0)
@@ -276,7 +232,12 @@ def gather_whole(
         # be saved.
         experts = vary_over(varying_axes(rows, experts), experts)
         experts = jax.tree.map(lambda w: checkpoint_name(w, GATHERED), experts)
-    check_widths(rows.shape[1], experts, kind)
+    check_shapes(experts, kind)
+    if experts.up.shape[-2] != rows.shape[1]:
+        raise value_error(
+            f"{kind}.up has local shape {experts.up.shape} (gathered over fsdp_axis), but must "
+            f"end in [d, f] with d = {rows.shape[1]}, the width of the tokens"
+        )
     return experts
 
 

@@ -257,11 +257,8 @@ def _apply_bwd(how: SlotMlp, residuals: Any, cts: Any) -> Any:
     return _gradients(how, *residuals, cts[0]), None
 
 
-def _gradients_fwd(
-    how: SlotMlp, inputs: Inputs, plan: Plan, projected: Projected, ct: Array
-) -> Any:
-    out = _gradients(how, inputs, plan, projected, ct)
-    return out, (inputs, plan, projected, ct)
+def _gradients_fwd(how: SlotMlp, *given: Any) -> Any:
+    return _gradients(how, *given), given
 
 
 def _gradients_bwd(how: SlotMlp, residuals: Any, cts: Inputs) -> Any:

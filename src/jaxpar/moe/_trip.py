@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Shaped, UInt
+from jaxtyping import Shaped, UInt
 
 from jaxpar.arguments.dtypes import LowBit
 from jaxpar.axis.axis import Ring
@@ -21,7 +21,7 @@ from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.compiler.derivatives import linear_pair
 from jaxpar.compiler.unwritten_memory import unwritten
-from jaxpar.moe._copies import Copies, collect, spread
+from jaxpar.moe._copies import Copies, collect, spread, where_rows
 
 _TILE = 8 * 128  # elements of a TPU register
 _LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
@@ -234,14 +234,8 @@ def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
     if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         row = jnp.arange(how.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
-        arrived = [_where_valid(valid, x) for x in arrived]
+        arrived = [where_rows(valid, x) for x in arrived]
     return jax.tree.unflatten(jax.tree.structure(tree), arrived)
-
-
-def _where_valid(
-    valid: Bool[Array, " rows"], x: Shaped[Array, "rows *row"]
-) -> Shaped[Array, "rows *row"]:
-    return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
 def _home(how: Receivers, trip: Trip, tree: Any) -> Any:
