@@ -215,7 +215,7 @@ for dispatch in ("auto", "all_gather"):
 # With `capacity_factor` an expert accepts a fixed number of tokens from each device: the factor
 # times an even share, rounded up. A rejected token keeps the output of its other expert, unless
 # that rejects it too. `capacity_policy` chooses which tokens stay: `"probability"` those with the
-# largest weights, `"position"` the first ones.
+# largest weights, `"position"` the first ones. (`"choice"` keeps first choices before second ones.)
 #
 # The same rule in NumPy:
 

@@ -61,7 +61,7 @@ class Axes:
 
 def bind_axes(
     axis: AxisLike,
-    data_axis: AxisLike,
+    data_axis: AxisLike | None,
     tp_axis: AxisLike | None,
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
