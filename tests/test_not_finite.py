@@ -198,6 +198,7 @@ def test_tokens_in_8_bits():
     [
         {"scoring": "selected_softmax"},
         {"scoring": "softmax", "normalize": True, "groups": 4, "top_groups": 2},
+        {"scoring": "sigmoid", "groups": 4, "top_groups": 2, "scores_per_group": 3},
         {"scoring": "sigmoid"},
         {"scoring": "sigmoid", "bias": np.zeros(16, "f4"), "groups": 4, "top_groups": 2},
     ],

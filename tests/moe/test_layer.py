@@ -498,6 +498,16 @@ def test_shapes_that_do_not_fit():
         TypeError, match=r"tokens are float32.* and experts.up .*; cast one of them"
     ):
         call(params | {"experts": experts | {"up": jnp.ones((8, D, F), "bfloat16")}}, top_k=2)
+    for name in ("experts", "shared"):
+        lead = (8,) if name == "experts" else ()
+        weights = {"up": jnp.ones((*lead, D, F)), "down": jnp.ones((*lead, F, D))}
+        weights["gate_bias"] = jnp.ones((*lead, F))
+        given = {"experts": params["experts"], "shared": None} | {name: weights}
+        text = (
+            rf"{name}.gate_bias of local shape \(.*10,?\) is given without {name}.gate; give both"
+        )
+        with pytest.raises(ValueError, match=text):
+            call(params | {"experts": given["experts"]}, top_k=2, shared=given["shared"])
     shared = {"up": jnp.ones((2, D, F)), "down": jnp.ones((2, F, D))}
     with pytest.raises(
         ValueError, match=r"shared.up has .* but must have 2 dimensions; shared exp"

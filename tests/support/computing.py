@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "limit_capacity": Case(
         lambda x: [
             moe.limit_capacity(moe.route(x, 2), 1, policy=policy)
-            for policy in ("probability", "position")
+            for policy in ("probability", "choice", "position")
         ],
         *(ROWS, ROWS, (X,)),
     ),
@@ -198,8 +198,15 @@ CASES: dict[str, Case] = {
         lambda x: moe.load_balance_loss(moe.route(x, 2), "x"), ROWS, WHOLE, (X,)
     ),
     "moe_layer": Case(
-        lambda x, r, w: moe.moe_layer(x, moe.route(x @ r, 2), w, "x", dispatch="all_gather"),
-        *((ROWS, WHOLE, ROWS), (ROWS, WHOLE), (X, _draw(8, 8), EXPERTS | BIASES)),
+        lambda x, r, w, shared, gate: moe.moe_layer(
+            *(x, moe.route(x @ r, 2), w, "x"),
+            dispatch="all_gather",
+            shared=shared,
+            shared_gate=gate,
+        ),
+        (ROWS, WHOLE, ROWS, WHOLE, WHOLE),
+        (ROWS, WHOLE),
+        (X, _draw(8, 8), EXPERTS | BIASES, {"up": _draw(8, 6), "down": _draw(6, 8)}, _draw(8, 1)),
     ),
     "pad_experts": Case(lambda w: moe.pad_experts(w, 3), ROWS, ROWS, (EXPERTS,)),
     "route": Case(
@@ -207,6 +214,7 @@ CASES: dict[str, Case] = {
             moe.route(x, 2, bias=b),
             moe.route(x, 2, scoring="sigmoid", bias=b, groups=4, top_groups=2, normalize=True),
             moe.route(x, 2, scoring="selected_softmax", mask=jnp.arange(2) < 1),
+            moe.route(x, 2, groups=2, top_groups=1, scores_per_group=2),
         ],
         *((ROWS, WHOLE), ROWS, (X, _draw(8))),
     ),
