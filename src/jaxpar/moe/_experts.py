@@ -127,8 +127,7 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
         )
     check_sizes(group_sizes, "experts.up", experts.up.shape)
     for field, w in present(experts).items():
-        biased = field.endswith("bias")
-        if loses_parts(w.dtype, x.dtype) if biased else w.dtype != x.dtype:
+        if not field.endswith("bias") and w.dtype != x.dtype:
             raise type_error(
                 f"x is {x.dtype} and experts.{field} {w.dtype}; cast one to the other's dtype"
             )
@@ -137,6 +136,12 @@ def check_experts(x: Array, experts: Experts, group_sizes: Array) -> None:
             f"x and experts are {x.dtype}, but hidden features are fractions; cast them to floats, "
             "or multiply integers by grouped_matmul"
         )
+    for field, w in present(experts).items():
+        if loses_parts(w.dtype, x.dtype):
+            raise type_error(
+                f"x is {x.dtype} and experts.{field} {w.dtype}, which it cannot hold; cast one of "
+                "them"
+            )
 
 
 def check_shapes(experts: Experts, kind: str = "experts") -> None:
