@@ -8,7 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
 from jaxpar.compiler.jaxprs import subjaxprs
-from jaxpar.moe import Routing, route
+from jaxpar.moe import (
+    Routing,
+    limit_capacity,
+    load_balance_loss,
+    route,
+    router_z_loss,
+    routing_statistics,
+)
 from jaxpar.testing import assert_matches_reference
 
 
@@ -226,6 +233,50 @@ def test_keeps_nothing_of_choices_times_experts():
     """For the backward pass; what is kept has at most the size of the logits."""
     _, pull = jax.vjp(lambda x: route(x, 4).weights, normal(6, 8))
     assert max(leaf.size for leaf in jax.tree.leaves(pull)) <= 6 * 8
+
+
+TAKE_ROUTINGS = {
+    "limit_capacity": lambda routing: limit_capacity(routing, 2),
+    "load_balance_loss": load_balance_loss,
+    "router_z_loss": router_z_loss,
+    "routing_statistics": routing_statistics,
+}
+
+
+@pytest.mark.parametrize("name", TAKE_ROUTINGS)
+def test_routings_that_do_not_fit(name):
+    """All functions of a routing refuse the same ones; `moe_layer` besides other tokens' ones."""
+    routing = route(jnp.zeros((4, 3)), 2)
+    wrong = {
+        r"routing.weights has local shape \(4, 1\), but must have 4 rows, one for each of the "
+        "tokens, of as many": (ValueError, {"weights": jnp.zeros((4, 1))}),
+        r"routing.experts has local shape \(4,\)": (ValueError, {"experts": jnp.zeros(4, "int32")}),
+        r"routing.experts has local shape \(\)": (ValueError, {"experts": jnp.int32(0)}),
+        r"routing.scores has local shape \(4, 5\)": (ValueError, {"scores": jnp.zeros((4, 5))}),
+        "routing.kept is int32, but must be bool": (TypeError, {"kept": jnp.ones((4, 2), "int32")}),
+        "routing.experts is float32, but must be integer": (
+            TypeError,
+            {"experts": jnp.zeros((4, 2))},
+        ),
+    }
+    for text, (error, changed) in wrong.items():
+        with pytest.raises(error, match=f"^{name}: {text}"):
+            TAKE_ROUTINGS[name](routing._replace(**changed))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_experts_in_other_integers(dtype):
+    """An int8 cannot count all experts, but names the first ones."""
+    chosen = np.array([[0, 1], [2, 3], [0, 4], [44, 0]])
+    zeros = jnp.zeros((4, 300))
+    routing = Routing(jnp.asarray(chosen, "int32"), jnp.ones((4, 2)), chosen >= 0, zeros, zeros)
+    with jax.enable_x64(dtype == "int64"):
+        other = routing._replace(experts=jnp.asarray(chosen.astype(dtype)))
+        for function in TAKE_ROUTINGS.values():
+            found, wanted = jax.jit(function)(other), jax.jit(function)(routing)
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        counts = routing_statistics(other).tokens_per_expert
+    np.testing.assert_array_equal(counts, np.bincount(chosen.ravel(), minlength=300))
 
 
 def test_mask_and_bias_may_be_lists():

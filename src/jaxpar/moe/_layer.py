@@ -45,7 +45,6 @@ from jaxpar.moe._sharding import (
     check_experts,
     check_options,
     check_own_rows,
-    check_routing,
     gather_whole,
 )
 from jaxpar.moe._statistics import Statistics, statistics_of
@@ -148,8 +147,7 @@ def moe_layer(
     fused = None if shared is None else expert_arrays(shared, "shared")
     check_own_rows(tokens, axes)
     gate = None if shared_gate is None else as_router("shared_gate", shared_gate, tokens, 1)
-    routing = as_routing(routing)
-    check_routing(routing, tokens)
+    routing = as_routing(routing, tokens)
     known = routing.logits.shape[1]
     check_experts(tokens, known, routed, fused, gate, axes)
     rows = tokens.reshape(-1, tokens.shape[-1])  # [tokens, d]
@@ -173,7 +171,7 @@ def moe_layer(
         LocalExperts(activation, precision, implementation, applies_experts_in_stages(chunks)),
         axes.gathered_tensor,
     )
-    chosen = jnp.where(routing.kept, routing.experts.astype("int32"), -1)
+    chosen = jnp.where(routing.kept, routing.experts, -1)
     replicated = axes.summed_tensor
 
     def compute(

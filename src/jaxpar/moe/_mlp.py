@@ -98,7 +98,7 @@ def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
     return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in weights.items()})
 
 
-def present(experts: Experts | None) -> dict[str, Array]:
+def present(experts: Experts | None) -> dict[str, Any]:
     fields = {} if experts is None else experts._asdict()
     return {name: w for name, w in fields.items() if w is not None}
 

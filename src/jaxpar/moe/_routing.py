@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -59,7 +60,8 @@ else:
     globals().update(open_types(__name__))
 
 
-def as_routing(given: Any) -> Routing:
+def as_routing(given: Any, tokens: Array | None = None) -> Routing:
+    """Returns int32 experts, and arrays that fit each other and the tokens."""
     if not isinstance(given, Routing):
         raise type_error(
             f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
@@ -67,7 +69,23 @@ def as_routing(given: Any) -> Routing:
         )
     fields = given._asdict().items()
     arrays: Any = [None if x is None else as_array(f"routing.{name}", x) for name, x in fields]
-    return Routing(*arrays)
+    routing = Routing(*arrays)
+    rows = routing.experts.shape[:1] if tokens is None else (prod(tokens.shape[:-1]),)
+    of = "" if tokens is None else f" of local shape {tokens.shape}"
+    k, known = routing.experts.shape[-1:], routing.logits.shape[-1:]
+    shapes = (*rows, *k), (*rows, *k), (*rows, *k), (*rows, *known), (*rows, *known), rows
+    kinds = (jnp.integer, jnp.floating, jnp.bool_, jnp.floating, jnp.floating, jnp.bool_)
+    for (name, x), shape, kind in zip(routing._asdict().items(), shapes, kinds, strict=True):
+        if x is None:  # no mask
+            continue
+        if x.shape != shape or len(shape) != (1 if name == "mask" else 2):
+            raise value_error(
+                f"routing.{name} has local shape {x.shape}, but must have {rows[0] if rows else 1} "
+                f"rows, one for each of the tokens{of}, of as many choices or experts as the others"
+            )
+        if not jnp.issubdtype(x.dtype, kind):
+            raise type_error(f"routing.{name} is {x.dtype}, but must be {kind.__name__}")
+    return routing._replace(experts=routing.experts.astype("int32"))
 
 
 @public

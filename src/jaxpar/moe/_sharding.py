@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from math import prod
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays, present
-from jaxpar.moe._routing import Routing
 from jaxpar.moe._statistics import bind_sums
 
 GATHERED = "gathered experts"  # names arrays that are not saved for the backward pass
@@ -129,24 +127,6 @@ def as_router(
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise type_error(f"{argument} must be floats, got {w.dtype}; cast it")
     return w
-
-
-def check_routing(routing: Routing, tokens: Array) -> None:
-    count = prod(tokens.shape[:-1])
-    k, known = routing.experts.shape[-1:], routing.logits.shape[-1:]
-    shapes = (count, *k), (count, *k), (count, *k), (count, *known), (count, *known), (count,)
-    kinds = (jnp.integer, jnp.floating, jnp.bool_, jnp.floating, jnp.floating, jnp.bool_)
-    for (name, x), shape, kind in zip(routing._asdict().items(), shapes, kinds, strict=True):
-        if x is None:  # no mask
-            continue
-        if x.shape != shape or len(shape) != (1 if name == "mask" else 2):
-            raise value_error(
-                f"routing.{name} has local shape {x.shape}, but must have {count} rows, one for "
-                f"each of the tokens of local shape {tokens.shape}, of as many choices or experts "
-                "as the others"
-            )
-        if not jnp.issubdtype(x.dtype, kind):
-            raise type_error(f"routing.{name} is {x.dtype}, but must be {kind.__name__}")
 
 
 def check_experts(
