@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from layer_reference import choose, mlp, moe
 
-from jaxpar import Axis, make_mesh
+from jaxpar import Axis, Quantized, make_mesh
 from jaxpar.axis.axis import Ring
 from jaxpar.choose.of_experts import choose_dispatch
 from jaxpar.choose.problem import Problem
@@ -527,6 +527,26 @@ def test_shapes_that_do_not_fit():
         call(params, top_k=2, mask=jnp.ones(3, bool))
     with pytest.raises(TypeError, match=r"mask must be bool, got int32\[2\]; compare it first"):
         call(params, top_k=2, mask=jnp.ones(2, "int32"))
+
+
+@pytest.mark.parametrize("kind", ["experts", "shared"])
+def test_quantized_experts_are_dequantized_first(kind):
+    """As the error says; they have one scale for each expert."""
+    params, lead = parameters(16, 8), (8,) if kind == "experts" else ()
+    values = jnp.ones((*lead, D, F), "int8")
+    up = Quantized(values, jnp.ones((*lead, 1, 1)), dtype="float32")
+    weights = {"up": up, "down": jnp.ones((*lead, F, D))}
+
+    def traced(**weights):
+        shared = weights if kind == "shared" else None
+        experts = weights if kind == "experts" else params["experts"]
+        return call(params | {"experts": experts}, top_k=2, shared=shared)[0]
+
+    shape = "[2, 6, 10]" if kind == "experts" else "[6, 10]"
+    text = f"{kind}.up is Quantized{shape}, which only an operand that is gathered may be; pass "
+    with pytest.raises(TypeError, match=re.escape(text + f"{kind}.up.dequantized()")):
+        traced(**weights)
+    assert traced(**weights | {"up": up.dequantized()}).shape == (16, D)
 
 
 def routing_of(tokens, known=8, k=2):
