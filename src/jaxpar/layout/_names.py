@@ -5,41 +5,43 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from jaxpar.layout._parts import PartName, parts_in
 from jaxpar.layout._paths import parts_of
 
 # By kind, in lower case. A suffix `_weight`, `_bias` or `_kernel` may follow a name.
 NAMES = {
     "whole": (
-        r".*norm.*|.*layrnorm|ln.*|.*position.*|wpe|pos|pos_.*|.*_pos|posemb.*"
+        r".*norm.*|.*layrnorm|ln.*|(?!.*(ff|feed)).*position.*|wpe|pos|pos_(?!ff).*|.*_pos|posemb.*"
         r"|.*router.*|shared_expert_gate|(q|kv)_a_proj(_with_mqa)?|w(q|kv)_a"
         r"|conv(\d?d)?_?\d*|patch_embed.*|.*token_type.*|segment_embed.*|type_embed.*|time_embed.*"
         r"|(cls|mask|class|register|distillation)_(token|embed).*|cls|rotary.*|transform"
-        r"|project_(in|out)|(text|visual)_projection|eh_proj|logit_scale"
+        r"|ffn_gate_inp.*|project_(in|out)|(text|visual)_projection|eh_proj|logit_scale"
     ),
     "gate": r"gate",
     "attention": (
-        r"(query|key|value)(_proj)?|[qkv]|w_?[qkv]|[qkv]_proj|[qkv]_lin|to_[qkv]|q_attn"
-        r"|(q|kv)_b_proj|w(q|kv)_b|sinks"
+        r"(query|key|value)(_proj)?|[qkv]|w_?[qkv]|[qkv]_proj|[qkv]_lin|to_[qkv]|q_attn|attn_[qkv]"
+        r"|(q|kv)_b_proj|w(q|kv)_b|sinks|receptance"
     ),
     "heads": r"(q|kv|qkv|attn_vec)_einsum",  # [..., heads, d, size] or [heads, size, d]
     "mlp": (
         r"(w_)?up|w_in|w_gate|gate_proj|up_proj|w1|w3|wi|wi_[01]|fc1|c_fc|fc_in|dense_h_to_4h|linear1|lin1"
-        r"|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?"
+        r"|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?|ffn_(gate|up)"
     ),
     "fused": (
         r"w?qkv|qkv_proj|c_attn|in_proj|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
-        r"|fused_.*"
+        r"|fused_.*|attn_qkv"
     ),
     "after": r"dense|proj|linear",  # rows, if the same parent has columns
     "out": (
         r"out|output|o|w_?o|o_proj|out_proj|output_proj|to_out|out_lin|c_proj|attention_output"
+        r"|attn_output"
     ),
     "down": (
         r"(w_)?down|w_out|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out"
-        r"|feedforward_output_dense|ffw_linear"
+        r"|feedforward_output_dense|ffw_linear|ffn_down"
     ),
     "logits": (
         r"logits.*|lm_head|unembed(ding)?|embed_out|predictions|vocab_projector|reverse_embeddings"
@@ -47,18 +49,23 @@ NAMES = {
     "perhaps logits": r"head|proj_out|output_projection",
     "table": (
         r"embed|embedding|embeddings|embed_tokens|token_embed(ding|der)?s?|tok_embeddings|wte"
-        r"|word_embed(ding)?s?|embed_in|input_embedding|shared"
+        r"|word_embed(ding)?s?|embed_in|input_embedding|shared|token_embd"
     ),
     "bias by heads, last": r"relative_attention_bias",
     "bias by heads": r"relpos_bias",
 }
-INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score"
+# DeepSeek's compressors and indexers work on all heads at once.
+INSIDE_WHOLE = (
+    r"classifier|classification_head|pooler|seq_relationship|score|compressor|indexer"
+)
 LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
 ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
 OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of each head, or of all heads
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
 EXPERTS = r"experts?"
+ANY_TABLE = r"embed|embeddings?"  # Flax and Keras give any table this name
+WORDS = r"tok|word|vocab|input|text|^embedd(er|ings?)$"
 TABLES = {"whole", "table", "bias by heads", "bias by heads, last"}
 BESIDE = {"attention", "heads", "mlp", "fused"}  # rows multiply their results
 
@@ -68,6 +75,7 @@ class Named:
     """The information in an array's path.
 
     Attributes:
+      parts: the path's parts; those of the weight, where several arrays hold it.
       kind: of `NAMES`, or None.
       place: the index of the name with the kind.
       adapter: `a` or `b` of a low-rank adapter.
@@ -121,6 +129,18 @@ class Named:
     def of_experts(self) -> bool:
         return any(re.fullmatch(EXPERTS, part) for part in self.parts)
 
+    @property
+    def of_one_expert(self) -> bool:
+        return self.of_experts and any(re.fullmatch(r"(expert_?)?\d+", p) for p in self.parts)
+
+    def of_matrix(self) -> Named:
+        """Returns it for a matrix, which is no norm: a norm and a projection in one module."""
+        norm = re.search(r"norm[a-z]*\d*_?|^ln\d*_?", self.name)
+        if self.kind != "whole" or norm is None or re.fullmatch(OF_HEADS, self.name):
+            return self
+        kind = _kind(self.name[norm.end() :])
+        return replace(self, kind="fused" if kind == "fused" else None)
+
 
 class Names:
     """All paths' names. Some kinds depend on neighbours."""
@@ -128,17 +148,19 @@ class Names:
     def __init__(self, paths: Iterable[str]) -> None:
         self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
         paths = list(paths)
-        for path in paths:
-            parts = _lower(path)
+        self.parts: dict[str, PartName] = parts_in(paths)
+        parts_of_path = {
+            path: self.parts[path].weight if path in self.parts else _lower(path) for path in paths
+        }
+        for parts in parts_of_path.values():
             for place, part in enumerate(parts):
                 self._beside[parts[:place]].add(part)
-        self.of = {path: self._named(path) for path in paths}
+        self.of = {path: self._named(path, parts) for path, parts in parts_of_path.items()}
 
     def follows_columns(self, parent: tuple[str, ...]) -> bool:
         return any(_kind(name) in BESIDE for name in self._beside[parent])
 
-    def _named(self, path: str) -> Named:
-        parts = _lower(path)
+    def _named(self, path: str, parts: tuple[str, ...]) -> Named:
         found = ADAPTER.search("/".join(parts))
         adapter = found and {"down": "a", "up": "b"}.get(found[1], found[1])
         if any(re.fullmatch(INSIDE_WHOLE, part) for part in parts):
@@ -146,12 +168,14 @@ class Names:
         last = len(parts) - 1
         own = found.string[: found.start()].count("/") if found else last
         places = list(range(own, -1, -1))
-        # Flax and Keras give any table this name. Names around it decide.
+        # Names around a table decide.
         if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]
             places = [*outer, last]
         for place in places:
             kind = _kind(parts[place])
+            if kind == "table" and place and re.fullmatch(ANY_TABLE, parts[place]):
+                kind = _kind_of_table(parts[place - 1])
             if kind == "after":
                 kind = "out" if self.follows_columns(parts[:place]) else None
             elif parts[place] == "w3" and "w12" in self._beside[parts[:place]]:
@@ -164,6 +188,14 @@ class Names:
 
 def _lower(path: str) -> tuple[str, ...]:
     return tuple(part.lower() for part in parts_of(path))
+
+
+def _kind_of_table(parent: str) -> str | None:
+    """Returns the kind of a table with a layer of its own, which names it: positions, say."""
+    kind = _kind(parent)
+    if kind in TABLES:
+        return kind
+    return None if re.search("embed|_emb", parent) and not re.search(WORDS, parent) else "table"
 
 
 @cache  # layers share names

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import Named, Names
-from jaxpar.layout._paths import pattern_of
+from jaxpar.layout._parts import Unpacked, unpacked
+from jaxpar.layout._paths import parts_of, pattern_of
 from jaxpar.layout._patterns import Pattern
 
 ROLES = {
@@ -35,6 +36,7 @@ class Weight:
       first: the number of those dimensions.
       given: the user's role.
       alike: all arrays whose paths differ in an index.
+      unpacked: the weight of which the array is the largest part.
     """
 
     array: Shaped
@@ -42,14 +44,19 @@ class Weight:
     first: int
     given: str | None
     alike: Alike
+    unpacked: Unpacked
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape[self.first :]
+        return self.unpacked.shape
 
     @property
     def kind(self) -> str | None:
         return None if self.given else self.named.kind
+
+    @property
+    def is_matrix(self) -> bool:
+        return sum(size > 1 for size in self.shape) > 1
 
     @property
     def pattern(self) -> str:
@@ -59,29 +66,98 @@ class Weight:
         return self.array.problem(f"{self.array} {text}", remedy)
 
 
+@dataclass(frozen=True)
+class Part:
+    """An array beside the largest one of a weight, without its dimensions of layers and experts."""
+
+    array: Shaped
+    weight: Weight
+    shape: tuple[int, ...]
+    given: str | None
+    names: Sequence[str]
+    alike: Alike
+
+    @property
+    def pattern(self) -> str:
+        return self.alike.pattern(self.array.path)
+
+
 class WeightGroups:
+    """All weights, and the parts of those that several arrays hold."""
+
     def __init__(
         self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Container[str]
     ) -> None:
-        names = Names(array.path for array in arrays)
+        self._names = names = Names(array.path for array in arrays)
+        self._given = {
+            array.path: next((role for role, paths in given.items() if array.path in paths), None)
+            for array in arrays
+        }
+        self._layers = layers
+        self._alike: dict[str, Alike] = defaultdict(Alike)
         self.of: dict[str, Weight] = {}
+        self.parts: dict[str, Part] = {}
+        self.parts_of: dict[str, list[Part]] = defaultdict(list)
         self.in_module: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
         self.in_parent: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
         self.beside: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
-        groups: dict[str, Alike] = defaultdict(Alike)
+        groups: dict[str, list[Shaped]] = defaultdict(list)
         for array in arrays:
-            named = names.of[array.path]
-            roles = [role for role, pattern in given.items() if array.path in pattern]
-            first = _leading(array, named, array.path in layers)
-            alike = groups[pattern_of(array.path)]
-            alike.add(array.path, array.shape)
-            weight = Weight(array, named, first, roles[0] if roles else None, alike)
-            self.of[array.path] = weight
-            self.in_module[named.module].append(weight)
-            self.in_parent[named.parent].append(weight)
-            self.beside[named.parts[:-1]].append(weight)
+            self._alike[pattern_of(array.path)].add(array.path, array.shape)
+            part = names.parts.get(array.path)
+            groups[part.largest if part else array.path].append(array)
+        for path, group in groups.items():
+            self._add(path, group)
+        for weight in list(self.of.values()):
+            self._move(weight)
+        self._has_bloom = any("word_embeddings_layernorm" in path for path in self.of)
+        self._state_spaces = {
+            named.parts[:-1] for named in names.of.values() if named.parts[-1] == "a_log"
+        }
         self.tables = [weight for weight in self.of.values() if _is_table(weight)]
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
+
+    def _add(self, path: str, group: Sequence[Shaped]) -> None:
+        array, named = next(a for a in group if a.path == path), self._names.of[path]
+        name = self._names.parts[path].name if len(group) > 1 or path in self._names.parts else ""
+        first = _leading(array, named, path in self._layers, 3 if name == "blocks" else 2)
+        shapes = {self._names.parts[a.path].name: a.shape[first:] for a in group if a is not array}
+        behind = unpacked(name, array.shape[first:], array.dtype, shapes)
+        weight = Weight(
+            array, named, first, self._given[path], self._alike[pattern_of(path)], behind
+        )
+        if weight.is_matrix:
+            weight = replace(weight, named=named.of_matrix())
+        self.of[path] = weight
+        self.in_module[named.module].append(weight)
+        self.in_parent[named.parent].append(weight)
+        self.beside[named.parts[:-1]].append(weight)
+        for other in group:
+            if other is not array:
+                last = parts_of(other.path)[-1].lower()
+                self._add_part(other, weight, (self._names.parts[other.path].name, last))
+
+    def _add_part(self, array: Shaped, weight: Weight, names: Sequence[str]) -> None:
+        path, shape = array.path, array.shape[weight.first :]
+        alike = self._alike[pattern_of(path)]
+        part = Part(array, weight, shape, self._given[path], names, alike)
+        self.parts[path] = part
+        self.parts_of[weight.array.path].append(part)
+
+    def _move(self, weight: Weight) -> None:
+        """Counts a vector beside a matrix among its parts."""
+        named, shape = weight.named, weight.shape
+        if weight.is_matrix or not shape or named.bias or named.adapter or not named.inside:
+            return
+        if named.kind in (None, "whole"):
+            return
+        beside = [w for w in self.matrices(named.module) if w.named.direct and w.is_matrix]
+        if len(beside) != 1:
+            return
+        sizes = zip(shape, beside[0].shape, strict=False)
+        if len(shape) == 1 or all(size in (1, whole) for size, whole in sizes):
+            self._add_part(weight.array, beside[0], named.inside)
+            del self.of[weight.array.path]
 
     def role(self, weight: Weight) -> str | LayoutProblem | None:
         """Returns columns, rows, vocabulary, heads or whole, if known."""
@@ -90,6 +166,8 @@ class WeightGroups:
         named, matrix = weight.named, self._matrix_of(weight)
         if matrix is not None and matrix.given:
             return matrix.given
+        if (of_channels := self._of_state_space(weight)) is not None:
+            return of_channels
         match named.kind:
             case "whole":
                 return "whole"
@@ -98,7 +176,9 @@ class WeightGroups:
             case "gate":
                 return "columns" if self._gates_mlp(named) else "whole"
             case "fused":
-                return "columns" if self._by_head(named) else _of_fused(weight)
+                return "columns" if self._by_head(weight) else _of_fused(weight)
+            case "attention" if self.mixes_channels(named):
+                return self._of_channels(named)
             case "out" if self._is_logits(weight) and not self._ends_block(named):
                 return "columns"
             case "mlp" if self._is_pair(weight):
@@ -149,11 +229,46 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def _is_part(self, weight: Weight) -> bool:
-        """Returns whether it is an extra array beside a matrix."""
+        """Returns whether it is an extra array beside a matrix, or has no name of a matrix."""
         named = weight.named
-        return not (named.direct or named.bias or named.adapter or len(weight.shape) < 2) and any(
-            other.named.direct for other in self.matrices(named.module)
+        if named.bias or named.adapter or len(weight.shape) < 2 or named.kind is None:
+            return False
+        if not named.direct and any(other.named.direct for other in self.matrices(named.module)):
+            return True
+        return bool(named.inside) and ROLES.get(named.kind) in ("columns", "rows") and not named.leaf
+
+    def _of_state_space(self, weight: Weight) -> str | LayoutProblem | None:
+        """Returns the role of an array with the channels of a state-space layer."""
+        parts, path = weight.named.parts, weight.pattern
+        layer = next((parts[:i] for i in range(len(parts)) if parts[:i] in self._state_spaces), ())
+        if not layer or not re.fullmatch(r"a_log|d|dt_bias|conv1d", parts[len(layer)]):
+            return None
+        inputs = [w for w in self.in_parent[layer] if w.named.name.startswith("in_proj")]
+        if inputs and all(other.given == "whole" for other in inputs):
+            return "whole"
+        return weight.problem(
+            "belongs to the channels of a state-space layer, which projections hold fused",
+            f"give whole={path!r} if those are replicated",
         )
+
+    def mixes_channels(self, named: Named) -> bool:
+        """Returns whether its key and value are the MLP of RWKV."""
+        shapes = {
+            re.sub(r"^(w_?|to_)|_?(proj|lin)$", "", other.named.name)[:1]: other.shape
+            for other in self.in_parent[named.parent]
+            if other.named.kind == "attention" and len(other.shape) == 2
+        }
+        if "q" in shapes or not {"k", "v"} <= set(shapes):
+            return False
+        parent = next((part for part in named.parent[::-1] if not part.isdigit()), "")
+        transposed = shapes["k"] == shapes["v"][::-1] and len(set(shapes["k"])) > 1
+        return transposed or re.fullmatch(r"ffn|feed_forward|channel_mix\w*|cmix", parent) is not None
+
+    def _of_channels(self, named: Named) -> str:
+        """Returns the role in an MLP whose receptance gates its results."""
+        if named.name == "receptance":
+            return "whole"
+        return "rows" if "v" in named.name else "columns"
 
     def _is_pair(self, weight: Weight) -> bool:
         """Returns whether gates make it twice the rows' input."""
@@ -179,10 +294,14 @@ class WeightGroups:
             (w.named.inside, _sorted(w.shape)) in of_mlp for w in self.matrices(named.module)
         )
 
-    def _by_head(self, named: Named) -> bool:
-        """Returns whether each head's query, key, value lie together."""
-        return named.name == "query_key_value" and any(
-            max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module)
+    def _by_head(self, weight: Weight) -> bool:
+        """Returns whether each head's query, key, value lie together in a known family."""
+        named = weight.named
+        known = self._has_bloom or any(re.fullmatch(r"gpt_neox\w*", p) for p in named.parts)
+        return (
+            known
+            and named.name == "query_key_value"
+            and any(max(w.shape) == 3 * min(w.shape) for w in self.matrices(named.module))
         )
 
     def _is_logits(self, weight: Weight) -> bool:
@@ -224,7 +343,8 @@ def _of_fused(weight: Weight) -> LayoutProblem:
     return weight.problem(
         "may hold several projections one after the other, which a block of columns would mix",
         f"split it into an array for each; or give columns={path!r} if the columns of each device "
-        f"lie together, and whole={path!r} otherwise",
+        f"lie together (GPT-NeoX has each head's query, key and value together), and "
+        f"whole={path!r} otherwise; `infer_layout` sees it in the function",
     )
 
 
@@ -238,8 +358,8 @@ def _is_table(weight: Weight) -> bool:
     return named.kind == "table" and named.direct and named.leaf != "kernel"
 
 
-def _leading(array: Shaped, named: Named, stacked: bool) -> int:
-    rank, own = len(array.shape), 1 if named.bias else 2
+def _leading(array: Shaped, named: Named, stacked: bool, own: int) -> int:
+    rank, own = len(array.shape), 1 if named.bias else own
     first = min(int(stacked), rank)
     return rank - own if named.of_experts and rank - first > own else first
 

@@ -14,6 +14,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import OF_HEADS, PAIR
+from jaxpar.layout._part_dims import Dim, PartDims
+from jaxpar.layout._parts import side_of
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._roles import Weight, WeightGroups, unlike
@@ -36,43 +38,72 @@ class TensorDims:
         self._widths = weights.widths()
         # The output dimension: from biases by place and leaf, from widths by leaf.
         self._by_bias: dict[tuple[tuple[str, ...], str], set[int]] = defaultdict(set)
-        self._by_width: dict[str, set[int]] = defaultdict(set)
+        # By leaf, and whether it is of experts.
+        self._by_width: dict[tuple[str, bool], set[int]] = defaultdict(set)
         # Keys and values may have an input of another width: they do not decide alone.
-        self._by_key: dict[str, set[int]] = defaultdict(set)
+        self._by_key: dict[tuple[str, bool], set[int]] = defaultdict(set)
+        self._found: dict[tuple[str, str | None], Dim] = {}
+        self._parts = PartDims(weights, self._of_weight, self._own_rule, count)
         for weight in weights.of.values():
-            named = weight.named
-            if len(weight.shape) != 2 + (named.name == PAIR) or named.adapter or named.bias:
-                continue
-            role, parts, leaf = weights.role(weight), weight.named.parts, weight.named.leaf
-            if weight.kind == "whole" or role in ("vocabulary", "heads"):
-                continue
-            if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
-                continue  # GPT-2 stores it unlike all other matrices
-            if (out := self._out_by_bias(weight)) is not None:
-                for place in range(len(parts)):
-                    self._by_bias[parts[:place], leaf].add(out)
-            elif isinstance(role, str) and role in ("columns", "rows"):
-                out = self._out_by_width(weight, role)
-                if out is not None:
-                    (self._by_key if named.is_key else self._by_width)[leaf].add(out)
+            self._learn(weight)
 
-    def of(self, path: str) -> int | LayoutProblem | None:
+    def _learn(self, weight: Weight) -> None:
+        """Learns where outputs lie from a matrix whose neighbours show it."""
+        named, weights = weight.named, self._weights
+        if len(weight.shape) != 2 + (named.name == PAIR) or named.adapter or named.bias:
+            return
+        if weight.unpacked.out is not None or weight.unpacked.problem:
+            return
+        role, parts, leaf = weights.role(weight), named.parts, named.leaf
+        if weight.kind == "whole" or role in ("vocabulary", "heads"):
+            return
+        if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
+            return  # GPT-2 stores it unlike all other matrices
+        if (out := self._out_by_bias(weight)) is not None:
+            for place in range(len(parts)):
+                self._by_bias[parts[:place], leaf].add(out)
+            return
+        fused = weight.kind in ("fused", "mlp") and isinstance(role, LayoutProblem)
+        if role in ("columns", "rows") or fused:
+            out = self._out_by_width(weight, "columns" if fused else str(role))
+            if out is not None:
+                is_key = named.is_key and not weights.mixes_channels(named)
+                said = self._by_key if is_key else self._by_width
+                said[leaf, named.of_experts].add(out)
+
+    def of(self, path: str) -> Dim:
         """Returns a dimension, a problem, None if replicated."""
-        weight = self._weights.of[path]
-        found = self._dim(weight)
-        if not isinstance(found, int):
-            return found
-        # A single entry is replicated, such as the one key of all heads.
-        return weight.first + found if weight.shape[found] != 1 else None
+        part = self._weights.parts.get(path)
+        weight = self._weights.of[path] if part is None else part.weight
+        dim = self._of_weight(weight) if part is None else self._parts.dim(part)
+        return weight.first + dim if isinstance(dim, int) else dim
 
-    def _dim(self, weight: Weight) -> int | LayoutProblem | None:
-        rank, named, role = len(weight.shape), weight.named, self._weights.role(weight)
+    def _of_weight(self, weight: Weight) -> Dim:
+        key = weight.array.path, weight.given
+        if key not in self._found:
+            dim = self._dim(weight)
+            # A single entry is replicated, such as the one key of all heads.
+            single = isinstance(dim, int) and weight.shape[dim] == 1
+            self._found[key] = None if single else self._parts.uncut(weight, dim)
+        return self._found[key]
+
+    def _dim(self, weight: Weight) -> Dim:
+        rank, named = len(weight.shape), weight.named
+        if rank < 1:
+            return None
+        role = self._weights.role(weight)
         if isinstance(role, LayoutProblem):
             return None if named.adapter == "a" else role
-        if rank < 1 or role == "whole":
+        if role == "whole":
             return None
         if named.adapter is None and (rank == 1 or named.bias):
-            return (self._few_heads(weight) or 0) if role == "columns" else None
+            return self._of_vector(weight, role)
+        if role is None and not weight.is_matrix:
+            return None
+        if weight.unpacked.problem is not None:
+            return weight.problem(
+                weight.unpacked.problem, f"replicate it, whole={weight.pattern!r}, or unpack it"
+            )
         if role is None:
             path = weight.pattern
             return weight.problem(
@@ -89,6 +120,19 @@ class TensorDims:
             return self._of_heads(weight, role)
         return self._few_heads(weight) or self._of_matrix(weight, role)
 
+    def _of_vector(self, weight: Weight, role: str | None) -> Dim:
+        """Returns 0 for a bias of columns, and other vectors of outputs."""
+        named = weight.named
+        columns, side = role == "columns", side_of(named.inside)
+        if named.bias or named.direct or side == "outputs" or weight.given:
+            return (self._few_heads(weight) or 0) if columns else None
+        if role is None or side == "neither":
+            return None
+        return weight.problem(
+            "may have an entry for each input, or for each output, of a weight that is not there",
+            self._own_rule(weight.array, weight.pattern),
+        )
+
     def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
         """Returns columns' output dimension, rows' input dimension."""
         if role == "rows" and weight.given is None:
@@ -102,13 +146,15 @@ class TensorDims:
         if out is None:
             return weight.problem(
                 "may be [in, out] or [out, in]: neither biases nor widths around it decide",
-                self._own_rule(weight),
+                self._own_rule(weight.array, weight.pattern),
             )
         return last - 1 + (out if role == "columns" else 1 - out)
 
     def _out(self, weight: Weight, role: str) -> int | None:
         """Returns the output among the last two, or None."""
         parts, leaf = weight.named.parts, weight.named.leaf
+        if weight.unpacked.out is not None:
+            return weight.unpacked.out
         usual, own = int(leaf != "weight"), self._out_by_bias(weight)
         if own is not None or weight.kind == "logits":
             return usual if own is None else own
@@ -116,15 +162,25 @@ class TensorDims:
             said = self._by_bias.get((parts[:place], leaf))
             if said:
                 return min(said) if len(said) == 1 else None
-        said = self._by_width[leaf] or (self._by_key[leaf] and self._by_key[leaf] | {usual})
+        said = self._said(leaf, usual, weight.named.of_experts)
         own = self._out_by_width(weight, role)
         if len(said) == 1:
             return None if own not in (None, *said) else min(said)
-        if not self._by_width[leaf] and said:
-            return None
-        # GPT-2's weights are published in both orders under the same names.
+        if said:  # they disagree
+            return own if own == usual else None
+        # Published in both orders under the same names: GPT-2's weights, and stacked experts.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
+        either |= weight.named.of_experts and not leaf and weight.named.name.endswith("_proj")
         return None if either or own not in (None, usual) else usual
+
+    def _said(self, leaf: str, usual: int, of_experts: bool) -> set[int]:
+        """Returns what matrices of the same leaf show, first those of experts for experts."""
+        for experts in (of_experts, not of_experts):
+            by_key = self._by_key[leaf, experts]
+            said = self._by_width[leaf, experts] or (by_key and by_key | {usual})
+            if said:
+                return said
+        return set()
 
     def _out_by_bias(self, weight: Weight) -> int | None:
         *before, last = weight.named.parts
@@ -155,7 +211,7 @@ class TensorDims:
         return weight.problem(
             f"has {rank} dimensions, which are not [in, heads, size] or [heads, size, out]",
             f"give stacked={path!r} if the first counts layers or experts; otherwise "
-            f"{self._own_rule(weight)}",
+            f"{self._own_rule(weight.array, weight.pattern)}",
         )
 
     def _share_heads(self, weight: Weight, role: str) -> bool:
@@ -192,10 +248,10 @@ class TensorDims:
             return 1 - shape.index(min(ranks))
         return int((named.leaf != "weight") == columns)
 
-    def _own_rule(self, weight: Weight) -> str:
-        key, axis = key_of(weight.array.path), shown(self._axes)
+    def _own_rule(self, array: Shaped, pattern: str) -> str:
+        key, axis = key_of(array.path), shown(self._axes)
         return (
-            f"give whole={weight.pattern!r}, and add its own rule, with {axis!r} for the sharded "
+            f"give whole={pattern!r}, and add its own rule, with {axis!r} for the sharded "
             f"dimension: rules | {{{key!r}: ...}}"
         )
 
@@ -206,7 +262,7 @@ class TensorDims:
         if named.bias and len(weight.shape) > 1:  # [heads, size]
             return None
         size = self._head_size or self._head_size_by_norm(named.parent)
-        if size is None:
+        if size is None or self._weights.mixes_channels(named):
             return None
         size *= 3 if named.kind == "fused" else 1  # a head's query, key and value lie together
         dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
@@ -225,7 +281,7 @@ class TensorDims:
             if re.fullmatch(OF_HEADS, other.named.name):
                 norms |= set(other.shape) if len(other.shape) == 1 else set()
             elif other.named.kind in ("attention", "fused"):
-                most = max(most, *other.shape)
+                most = max(most, *other.shape, 0)
         return min(norms) if len(norms) == 1 and min(norms) < most else None
 
 
