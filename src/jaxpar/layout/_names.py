@@ -28,20 +28,20 @@ NAMES = {
     "heads": r"(q|kv|qkv|attn_vec)_einsum",  # [..., heads, d, size] or [heads, size, d]
     "mlp": (
         r"(w_)?up|w_in|w_gate|gate_proj|up_proj|w1|w3|wi|wi_[01]|fc1|c_fc|fc_in|dense_h_to_4h|linear1|lin1"
-        r"|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?|ffn_(gate|up)"
+        r"|linear_fc1|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?|ffn_(gate|up)"
     ),
     "fused": (
-        r"w?qkv|qkv_proj|c_attn|in_proj|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
+        r"w?qkv|qkv_proj|c_attn|in_proj(_\w+)?|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
         r"|fused_.*|attn_qkv"
     ),
     "after": r"dense|proj|linear",  # rows, if the same parent has columns
     "out": (
         r"out|output|o|w_?o|o_proj|out_proj|output_proj|to_out|out_lin|c_proj|attention_output"
-        r"|attn_output"
+        r"|attn_output|linear_proj"
     ),
     "down": (
         r"(w_)?down|w_out|down_proj|w2|fc2|dense_4h_to_h|linear2|lin2|fc_out"
-        r"|feedforward_output_dense|ffw_linear|ffn_down"
+        r"|feedforward_output_dense|ffw_linear|ffn_down|linear_fc2"
     ),
     "logits": (
         r"logits.*|lm_head|unembed(ding)?|embed_out|predictions|vocab_projector|reverse_embeddings"
@@ -53,6 +53,7 @@ NAMES = {
     ),
     "bias by heads, last": r"relative_attention_bias",
     "bias by heads": r"relpos_bias",
+    "channels": r"time_(decay|first|faaaa)",  # of RWKV: [d], [1, 1, d] or [heads, size]
 }
 # DeepSeek's compressors and indexers work on all heads at once.
 INSIDE_WHOLE = (
@@ -63,6 +64,7 @@ KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
 ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
 OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of each head, or of all heads
 PAIR = "gating_einsum"  # gate and up, [2, in, out] or [2, out, in]
+NORM = re.compile(r"norm[a-z]*\d*_?|^ln\d*_?")
 EXPERTS = r"experts?"
 ANY_TABLE = r"embed|embeddings?"  # Flax and Keras give any table this name
 WORDS = r"tok|word|vocab|input|text|^embedd(er|ings?)$"
@@ -130,16 +132,16 @@ class Named:
         return any(re.fullmatch(EXPERTS, part) for part in self.parts)
 
     @property
-    def of_one_expert(self) -> bool:
-        return self.of_experts and any(re.fullmatch(r"(expert_?)?\d+", p) for p in self.parts)
+    def of_all_experts(self) -> bool:
+        """Returns whether no number follows `experts`."""
+        after = self.parts[self.parts.index("experts") + 1 :] if "experts" in self.parts else None
+        return after is not None and not any(re.fullmatch(r"\D*_?\d+", part) for part in after[:-1])
 
     def of_matrix(self) -> Named:
         """Returns it for a matrix, which is no norm: a norm and a projection in one module."""
-        norm = re.search(r"norm[a-z]*\d*_?|^ln\d*_?", self.name)
-        if self.kind != "whole" or norm is None or re.fullmatch(OF_HEADS, self.name):
+        if self.kind != "whole" or not NORM.search(self.name) or re.fullmatch(OF_HEADS, self.name):
             return self
-        kind = _kind(self.name[norm.end() :])
-        return replace(self, kind="fused" if kind == "fused" else None)
+        return replace(self, kind="fused" if _is_fused(self.name) else None)
 
 
 class Names:
@@ -158,7 +160,7 @@ class Names:
         self.of = {path: self._named(path, parts) for path, parts in parts_of_path.items()}
 
     def follows_columns(self, parent: tuple[str, ...]) -> bool:
-        return any(_kind(name) in BESIDE for name in self._beside[parent])
+        return any(_kind(n) in BESIDE or _is_fused(n) for n in self._beside[parent])
 
     def _named(self, path: str, parts: tuple[str, ...]) -> Named:
         found = ADAPTER.search("/".join(parts))
@@ -196,6 +198,12 @@ def _kind_of_table(parent: str) -> str | None:
     if kind in TABLES:
         return kind
     return None if re.search("embed|_emb", parent) and not re.search(WORDS, parent) else "table"
+
+
+def _is_fused(name: str) -> bool:
+    """Returns whether a norm and several projections share a module."""
+    norm = NORM.search(name)
+    return norm is not None and _kind(name[norm.end() :]) == "fused"
 
 
 @cache  # layers share names

@@ -24,7 +24,7 @@ LARGEST = {
 }
 PART = re.compile(
     r"_?(?:(?P<stem>.+?)_)??(?P<part>values|exact|blocks|data|packed|qdata|qweight|w_q"
-    r"|q_(?:weight|groups|scale_max|(?:inv)?perm)|qzeros|zeros?|zero_points?|shift|shape|format"
+    r"|q_(?:weight|groups|scale_max|(?:inv)?perm)|qzeros|zeros?|zero_points?|biases|shift|shape|format"
     r"|(?:(?:pre_quant|input|output|activation|act|[kvq])_)?(?:global_)?scales?(?:_inv|_2)?"
     r"|g_idx|perm|scb|(?:nested_)?(?:absmax|quant_map))"
 )
@@ -36,7 +36,7 @@ OF_OUTPUTS = (
 )
 OF_INPUTS = r"g_idx|(pre_quant|input|activation|act)_scale|perm|q_(inv)?perm"
 OF_NEITHER = (
-    r"(nested_)?quant_map|quant_state.*|shape|format|.*global_scale|scale_2|vera_lambda_d|q_groups"
+    r"(nested_)?quant_map|quant_state.*|shape|format|.*global_scale|scale_2|vera_lambda_d|lora_e|q_groups"
     r"|q_scale_max"
 )
 PACKED = {"uint8": 2, "int32": 8, "uint32": 8}  # numbers of 4 bits in an entry
@@ -130,16 +130,16 @@ def _of_words(shape: Shape, others: Mapping[str, Shape]) -> Shape:
 
 def _of_bytes(name: str, shape: Shape, per: int, others: Mapping[str, Shape]) -> Unpacked:
     """Returns [out, in] of [out, in / per], or of [out / per, in] where scales show it."""
-    out = 0 if name == "packed" else None
     if per == 1 or len(shape) != 2:
-        return Unpacked(shape, out)
+        return Unpacked(shape, 0 if name == "packed" else None)
     scales = next((others[s] for s in SCALES if len(others.get(s, ())) == 2), None)
-    if scales is None and out is None:
+    if scales is None and name != "packed":
         return Unpacked(shape, problem="may be packed, and no scales beside it show how")
     more = [dim for dim in (0, 1) if scales and scales[dim] > shape[dim]]
-    fewer = [dim for dim in (0, 1) if scales and scales[dim] < shape[dim]]
+    fewer = [dim for dim in (0, 1) if scales and scales[dim] < shape[dim]]  # of groups of inputs
     dim = (more or fewer or [1])[-1]
-    return Unpacked(tuple(n * (per if d == dim else 1) for d, n in enumerate(shape)), out)
+    whole = tuple(n * (per if d == dim else 1) for d, n in enumerate(shape))
+    return Unpacked(whole, 1 - fewer[0] if len(fewer) == 1 else 0)
 
 
 def cut(weight: Shape, part: Shape, dim: int, devices: int) -> str | None:

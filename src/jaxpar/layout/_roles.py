@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
-from jaxpar.layout._names import Named, Names
+from jaxpar.layout._names import ANY_TABLE, Named, Names
 from jaxpar.layout._parts import Unpacked, unpacked
 from jaxpar.layout._paths import parts_of, pattern_of
 from jaxpar.layout._patterns import Pattern
@@ -25,6 +25,7 @@ ROLES = {
     "heads": "heads",
     "bias by heads": "heads",
     "bias by heads, last": "heads",
+    "channels": "channels",
 }
 
 
@@ -106,7 +107,8 @@ class WeightGroups:
             self._alike[pattern_of(array.path)].add(array.path, array.shape)
             part = names.parts.get(array.path)
             groups[part.largest if part else array.path].append(array)
-        for path, group in groups.items():
+        # Biases follow their matrices.
+        for path, group in sorted(groups.items(), key=lambda item: names.of[item[0]].bias):
             self._add(path, group)
         for weight in list(self.of.values()):
             self._move(weight)
@@ -120,7 +122,13 @@ class WeightGroups:
     def _add(self, path: str, group: Sequence[Shaped]) -> None:
         array, named = next(a for a in group if a.path == path), self._names.of[path]
         name = self._names.parts[path].name if len(group) > 1 or path in self._names.parts else ""
-        first = _leading(array, named, path in self._layers, 3 if name == "blocks" else 2)
+        matrix = self._matrix_named(named.parts)
+        if name == "blocks":  # [out, in / numbers, bytes]
+            first = max(len(array.shape) - 3, 0)
+        elif matrix is not None and path not in self._layers:
+            first = min(matrix.first, len(array.shape) - 1)
+        else:
+            first = _leading(array, named, path in self._layers)
         shapes = {self._names.parts[a.path].name: a.shape[first:] for a in group if a is not array}
         behind = unpacked(name, array.shape[first:], array.dtype, shapes)
         weight = Weight(
@@ -181,7 +189,7 @@ class WeightGroups:
                 return self._of_channels(named)
             case "out" if self._is_logits(weight) and not self._ends_block(named):
                 return "columns"
-            case "mlp" if self._is_pair(weight):
+            case "mlp" if self._is_pair(matrix or weight):
                 return _of_fused(weight)
             case "perhaps logits":
                 return "columns" if self._is_logits(weight) else None
@@ -216,16 +224,39 @@ class WeightGroups:
         found = self.in_module[module]
         return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
 
+    def unlike(self, weight: Weight) -> LayoutProblem | None:
+        """Returns why columns' shape refutes a name of rows."""
+        for other in self.in_parent[weight.named.parent]:
+            if (
+                not other.given
+                and other.named.inside == weight.named.inside
+                and other.shape == weight.shape
+                and len(set(weight.shape)) > 1
+                and self.role(other) == "columns"
+            ):
+                path = weight.pattern
+                return weight.problem(
+                    f"has a name of rows, but the shape of {other.array.path!r}, which is sharded "
+                    "by columns",
+                    f"give columns={path!r}, or rows={path!r}",
+                )
+        return None
+
     def _matrix_of(self, weight: Weight) -> Weight | None:
-        """Returns a bias's matrix, if the only one."""
-        before, last = weight.named.parts[:-1], weight.named.parts[-1]
-        if last not in ("bias", "b"):
+        return self._matrix_named(weight.named.parts)
+
+    def _matrix_named(self, bias: tuple[str, ...]) -> Weight | None:
+        """Returns the matrix of a bias with this path, if the only one."""
+        *before, last = bias
+        beside = [w for w in self.beside[tuple(before)] if not w.named.bias and len(w.shape) > 1]
+        if last in ("bias", "b"):
+            found = [w for w in beside if w.named.leaf]
+        elif last.endswith("_bias"):
+            stem = last.removesuffix("_bias")
+            names = (stem, f"{stem}_weight", f"{stem}_kernel")
+            found = [w for w in beside if w.named.parts[-1] in names]
+        else:
             return None
-        found = [
-            other
-            for other in self.beside[before]
-            if other.named.leaf and not other.named.bias and len(other.shape) > 1
-        ]
         return found[0] if len(found) == 1 else None
 
     def _is_part(self, weight: Weight) -> bool:
@@ -313,29 +344,12 @@ class WeightGroups:
     def _is_lesser(self, weight: Weight) -> bool:
         """Returns whether another table is larger. Flax calls any table `embedding`."""
         rows = max((table.shape[0] for table in self.tables), default=0)
-        return not weight.named.inside and len(weight.shape) == 2 and weight.shape[0] < rows
+        generic = not weight.named.inside or re.fullmatch(ANY_TABLE, weight.named.name) is not None
+        return generic and len(weight.shape) == 2 and weight.shape[0] < rows
 
     def _ends_block(self, named: Named) -> bool:
         beside = self.in_parent[named.parent]
         return any(w.named.kind in ("attention", "mlp", "fused") for w in beside)
-
-
-def unlike(weight: Weight, beside: Iterable[Weight]) -> LayoutProblem | None:
-    """Returns why columns' shape refutes a name of rows."""
-    for other in beside:
-        if (
-            ROLES.get(other.kind or "") == "columns"
-            and other.named.inside == weight.named.inside
-            and other.shape == weight.shape
-            and len(set(weight.shape)) > 1
-        ):
-            path = weight.pattern
-            return weight.problem(
-                f"has a name of rows, but the shape of {other.array.path!r}, which is sharded by "
-                "columns",
-                f"give columns={path!r}, or rows={path!r}",
-            )
-    return None
 
 
 def _of_fused(weight: Weight) -> LayoutProblem:
@@ -358,8 +372,8 @@ def _is_table(weight: Weight) -> bool:
     return named.kind == "table" and named.direct and named.leaf != "kernel"
 
 
-def _leading(array: Shaped, named: Named, stacked: bool, own: int) -> int:
-    rank, own = len(array.shape), 1 if named.bias else own
+def _leading(array: Shaped, named: Named, stacked: bool) -> int:
+    rank, own = len(array.shape), 1 if named.bias else 2
     first = min(int(stacked), rank)
     return rank - own if named.of_experts and rank - first > own else first
 

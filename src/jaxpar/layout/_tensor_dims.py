@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
@@ -18,7 +19,7 @@ from jaxpar.layout._part_dims import Dim, PartDims
 from jaxpar.layout._parts import side_of
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._roles import Weight, WeightGroups, unlike
+from jaxpar.layout._roles import Weight, WeightGroups
 from jaxpar.layout._rule import Axes, shown
 
 
@@ -54,22 +55,24 @@ class TensorDims:
             return
         if weight.unpacked.out is not None or weight.unpacked.problem:
             return
-        role, parts, leaf = weights.role(weight), named.parts, named.leaf
-        if weight.kind == "whole" or role in ("vocabulary", "heads"):
-            return
-        if weight.kind == "logits" or weights.vocabulary_dim(weight) is not None:
+        if named.kind == "logits" or weights.vocabulary_dim(weight) is not None:
             return  # GPT-2 stores it unlike all other matrices
+        # By name, also of a weight that the user replicates.
+        role, parts, leaf = weights.role(weight), named.parts, named.leaf
+        if weight.given == "whole":
+            role = weights.role(replace(weight, given=None))
+        if isinstance(role, LayoutProblem) and named.kind in ("fused", "mlp"):
+            role = "columns"
+        if named.kind == "whole" or role in ("vocabulary", "heads"):
+            return
         if (out := self._out_by_bias(weight)) is not None:
             for place in range(len(parts)):
                 self._by_bias[parts[:place], leaf].add(out)
+        elif role not in ("columns", "rows"):
             return
-        fused = weight.kind in ("fused", "mlp") and isinstance(role, LayoutProblem)
-        if role in ("columns", "rows") or fused:
-            out = self._out_by_width(weight, "columns" if fused else str(role))
-            if out is not None:
-                is_key = named.is_key and not weights.mixes_channels(named)
-                said = self._by_key if is_key else self._by_width
-                said[leaf, named.of_experts].add(out)
+        elif (out := self._out_by_width(weight, role)) is not None:
+            is_key = named.is_key and not weights.mixes_channels(named)
+            (self._by_key if is_key else self._by_width)[leaf, named.of_experts].add(out)
 
     def of(self, path: str) -> Dim:
         """Returns a dimension, a problem, None if replicated."""
@@ -96,24 +99,27 @@ class TensorDims:
             return None if named.adapter == "a" else role
         if role == "whole":
             return None
+        edit = self._own_rule(weight.array, weight.pattern)
+        if weight.unpacked.problem is not None:
+            return weight.problem(weight.unpacked.problem, f"unpack it, or {edit}")
         if named.adapter is None and (rank == 1 or named.bias):
             return self._of_vector(weight, role)
-        if role is None and not weight.is_matrix:
-            return None
-        if weight.unpacked.problem is not None:
-            return weight.problem(
-                weight.unpacked.problem, f"replicate it, whole={weight.pattern!r}, or unpack it"
-            )
         if role is None:
+            if not weight.is_matrix and (named.kind is None or side_of(named.inside) == "neither"):
+                return None
             path = weight.pattern
             return weight.problem(
                 "has a name without a known role",
                 f"give its role: columns={path!r}, or rows, vocabulary or whole",
             )
+        if named.of_all_experts and (rank, weight.first) == (2, 0):
+            return weight.problem("has no dimension that counts experts", edit)
         if named.adapter is not None:
             return self._of_adapter(weight, role)
         if role == "vocabulary":
             return 0
+        if role == "channels":
+            return next((dim for dim, size in enumerate(weight.shape) if size > 1), None)
         if role == "heads":
             return {"heads": rank - 3, "bias by heads": 0}.get(named.kind or "", rank - 1)
         if rank > 2 and named.name != PAIR:
@@ -124,9 +130,11 @@ class TensorDims:
         """Returns 0 for a bias of columns, and other vectors of outputs."""
         named = weight.named
         columns, side = role == "columns", side_of(named.inside)
+        if role == "channels":
+            return 0
         if named.bias or named.direct or side == "outputs" or weight.given:
             return (self._few_heads(weight) or 0) if columns else None
-        if role is None or side == "neither":
+        if role is None or side == "neither" or weight.shape == (1,):
             return None
         return weight.problem(
             "may have an entry for each input, or for each output, of a weight that is not there",
@@ -136,7 +144,7 @@ class TensorDims:
     def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
         """Returns columns' output dimension, rows' input dimension."""
         if role == "rows" and weight.given is None:
-            wrong = unlike(weight, self._weights.in_parent[weight.named.parent])
+            wrong = self._weights.unlike(weight)
             if wrong is not None:
                 return wrong
         last = len(weight.shape) - 1
