@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.layout import LayoutError, tensor_parallel
 
-# A name, its shape, and the dimension that is sharded: - of none, x of an array that is refused.
+# A name, its shape, and the dimension that is sharded: - of none, x of an array that is refused;
+# and its dtype, if that tells how numbers are packed.
 FAMILIES = {
     "Llama": """
         model.embed_tokens.weight 128256,4096 0
@@ -512,6 +513,235 @@ FAMILIES = {
         layers.0.up_proj.qzeros 2,32 1
         layers.0.down_proj.qweight 32,64 0
         layers.0.down_proj.scales 8,64 0""",
+    "Llama 2 of GPTQ": """
+        model.embed_tokens.weight 32000,4096 0
+        model.layers.0.self_attn.q_proj.qweight 512,4096 1 int32
+        model.layers.0.self_attn.q_proj.qzeros 32,512 1 int32
+        model.layers.0.self_attn.q_proj.scales 32,4096 1
+        model.layers.0.self_attn.q_proj.g_idx 4096 - int32
+        model.layers.0.self_attn.q_proj.bias 4096 0
+        model.layers.0.self_attn.o_proj.qweight 512,4096 0 int32
+        model.layers.0.self_attn.o_proj.qzeros 32,512 0 int32
+        model.layers.0.self_attn.o_proj.scales 32,4096 0
+        model.layers.0.self_attn.o_proj.g_idx 4096 0 int32
+        model.layers.0.self_attn.o_proj.bias 4096 -
+        model.layers.0.mlp.down_proj.qweight 1376,4096 0 int32
+        model.layers.0.mlp.down_proj.scales 86,4096 0
+        model.layers.0.input_layernorm.weight 4096 -""",
+    "Llama 2 of AWQ, one group": """
+        model.embed_tokens.weight 32000,4096 0
+        model.layers.0.self_attn.q_proj.qweight 4096,512 1 int32
+        model.layers.0.self_attn.q_proj.qzeros 1,512 1 int32
+        model.layers.0.self_attn.q_proj.scales 1,4096 1
+        model.layers.0.self_attn.o_proj.qweight 4096,512 0 int32
+        model.layers.0.self_attn.o_proj.qzeros 1,512 - int32
+        model.layers.0.self_attn.o_proj.scales 1,4096 -
+        model.layers.0.input_layernorm.weight 4096 -""",
+    "NVFP4 of ModelOpt": """
+        model.layers.0.self_attn.q_proj.weight 4096,2048 0 uint8
+        model.layers.0.self_attn.q_proj.weight_scale 4096,256 0 float8_e4m3fn
+        model.layers.0.self_attn.q_proj.weight_scale_2 scalar -
+        model.layers.0.self_attn.q_proj.input_scale scalar -
+        model.layers.0.self_attn.q_proj.pre_quant_scale 4096 -
+        model.layers.0.self_attn.k_proj.k_scale scalar -
+        model.layers.0.self_attn.o_proj.weight 4096,2048 1 uint8
+        model.layers.0.self_attn.o_proj.weight_scale 4096,256 1 float8_e4m3fn
+        model.layers.0.self_attn.o_proj.weight_scale_2 scalar -
+        model.layers.0.self_attn.o_proj.pre_quant_scale 4096 0
+        model.layers.0.input_layernorm.weight 4096 -""",
+    "compressed tensors": """
+        model.layers.0.self_attn.q_proj.weight_packed 4096,512 0 int32
+        model.layers.0.self_attn.q_proj.weight_scale 4096,32 0
+        model.layers.0.self_attn.q_proj.weight_shape 2 -
+        model.layers.0.self_attn.q_proj.weight_g_idx 4096 - int32
+        model.layers.0.self_attn.o_proj.weight_packed 4096,512 1 int32
+        model.layers.0.self_attn.o_proj.weight_scale 4096,32 1
+        model.layers.0.self_attn.o_proj.weight_shape 2 -
+        model.layers.0.mlp.up_proj.weight_packed 14336,2048 0 uint8
+        model.layers.0.mlp.up_proj.weight_scale 14336,256 0
+        model.layers.0.mlp.up_proj.weight_global_scale 1 -
+        model.layers.0.mlp.down_proj.weight 4096,14336 1 float8_e4m3fn
+        model.layers.0.mlp.down_proj.weight_scale 4096,1 -
+        model.layers.0.mlp.down_proj.input_scale 1 -
+        model.layers.0.input_layernorm.weight 4096 -""",
+    "bitsandbytes": """
+        layers.0.q_proj.weight 8388608,1 x uint8
+        layers.0.q_proj.weight.absmax 262144 x uint8
+        layers.0.q_proj.weight.quant_map 16 -
+        layers.0.q_proj.weight.nested_quant_map 256 -
+        layers.0.q_proj.weight.quant_state.bitsandbytes__nf4 90 - uint8
+        layers.0.k_proj.weight 1024,4096 0 int8
+        layers.0.k_proj.SCB 1024 0
+        layers.0.k_proj.weight_format scalar - uint8
+        layers.0.o_proj.weight 4096,4096 1 int8
+        layers.0.o_proj.SCB 4096 -""",
+    "gpt-oss in MXFP4": """
+        model.layers.0.mlp.router.weight 32,2880 -
+        model.layers.0.mlp.experts.gate_up_proj_blocks 32,5760,90,16 x uint8
+        model.layers.0.mlp.experts.gate_up_proj_scales 32,5760,90 x uint8
+        model.layers.0.mlp.experts.gate_up_proj_bias 32,5760 x
+        model.layers.0.mlp.experts.down_proj_blocks 32,2880,90,16 2 uint8
+        model.layers.0.mlp.experts.down_proj_scales 32,2880,90 2 uint8
+        model.layers.0.mlp.experts.down_proj_bias 32,2880 -""",
+    "MLX": """
+        model.layers.0.self_attn.q_proj.weight 4096,512 0 uint32
+        model.layers.0.self_attn.q_proj.scales 4096,64 0
+        model.layers.0.self_attn.q_proj.biases 4096,64 0
+        model.layers.0.self_attn.o_proj.weight 4096,512 1 uint32
+        model.layers.0.self_attn.o_proj.scales 4096,64 1
+        model.layers.0.self_attn.o_proj.biases 4096,64 1""",
+    "llama.cpp": """
+        token_embd.weight 32000,4096 0
+        blk.0.attn_norm.weight 4096 -
+        blk.0.attn_q.weight 4096,4096 0
+        blk.0.attn_k.weight 1024,4096 0
+        blk.0.attn_output.weight 4096,4096 1
+        blk.0.ffn_gate.weight 14336,4096 0
+        blk.0.ffn_down.weight 4096,14336 1
+        blk.0.ffn_gate_inp.weight 8,4096 -
+        output_norm.weight 4096 -
+        output.weight 32000,4096 0""",
+    "vectors of adapters": """
+        layers.0.q_proj.base_layer.weight 4096,4096 0
+        layers.0.q_proj.vera_lambda_b.default 4096 0
+        layers.0.q_proj.vera_lambda_d.default 256 -
+        layers.0.k_proj.base_layer.weight 1024,4096 0
+        layers.0.k_proj.ia3_l.default 1024,1 0
+        layers.0.o_proj.base_layer.weight 4096,4096 1
+        layers.0.o_proj.vera_lambda_b.default 4096 -
+        layers.0.down_proj.base_layer.weight 4096,14336 1
+        layers.0.down_proj.ia3_l.default 1,14336 1
+        layers.0.up_proj.base_layer.weight 14336,4096 0
+        layers.0.up_proj.lora_E.default 8,1 -""",
+    "Ling, whose queries, keys and values are blocks": """
+        model.word_embeddings.weight 157184,4096 0
+        model.layers.0.input_layernorm.weight 4096 -
+        model.layers.0.attention.query_layernorm.weight 128 -
+        model.layers.0.attention.query_key_value.weight 12288,4096 x
+        model.layers.0.attention.dense.weight 4096,4096 1""",
+    "BLOOM": """
+        transformer.word_embeddings.weight 250880,4096 0
+        transformer.word_embeddings_layernorm.weight 4096 -
+        transformer.h.0.self_attention.query_key_value.weight 12288,4096 0
+        transformer.h.0.self_attention.query_key_value.bias 12288 0
+        transformer.h.0.self_attention.dense.weight 4096,4096 1
+        transformer.h.0.mlp.dense_h_to_4h.weight 16384,4096 0""",
+    "RWKV-4": """
+        rwkv.embeddings.weight 50277,768 0
+        rwkv.blocks.0.ln1.weight 768 -
+        rwkv.blocks.0.attention.time_decay 768 0
+        rwkv.blocks.0.attention.time_mix_key 1,1,768 -
+        rwkv.blocks.0.attention.key.weight 768,768 0
+        rwkv.blocks.0.attention.value.weight 768,768 0
+        rwkv.blocks.0.attention.receptance.weight 768,768 0
+        rwkv.blocks.0.attention.output.weight 768,768 1
+        rwkv.blocks.0.feed_forward.time_mix_key 1,1,768 -
+        rwkv.blocks.0.feed_forward.key.weight 3072,768 0
+        rwkv.blocks.0.feed_forward.receptance.weight 768,768 -
+        rwkv.blocks.0.feed_forward.value.weight 768,3072 1""",
+    "RWKV-7 of kernels": """
+        embeddings/embedding 65536,768 0
+        layers/0/ffn_norm/scale 768 -
+        layers/0/attn/k_proj/kernel 768,768 1
+        layers/0/attn/o_proj/kernel 768,768 0
+        layers/0/ffn/key/kernel 768,3072 1
+        layers/0/ffn/value/kernel 3072,768 0""",
+    "ESM-C": """
+        embed.weight 64,960 0
+        transformer.blocks.0.attn.layernorm_qkv.0.weight 960 -
+        transformer.blocks.0.attn.layernorm_qkv.0.bias 960 -
+        transformer.blocks.0.attn.layernorm_qkv.1.weight 2880,960 x
+        transformer.blocks.0.attn.q_ln.weight 960 -
+        transformer.blocks.0.attn.out_proj.weight 960,960 1""",
+    "TransformerEngine": """
+        layers.0.self_attention.layernorm_qkv.layer_norm_weight 1024 -
+        layers.0.self_attention.layernorm_qkv.weight 3072,1024 x
+        layers.0.self_attention.layernorm_qkv.bias 3072 x
+        layers.0.self_attention.proj.weight 1024,1024 1
+        layers.1.self_attention.layernorm_qkv.query_weight 1024,1024 0
+        layers.1.self_attention.layernorm_qkv.query_bias 1024 0
+        layers.0.layernorm_mlp.layer_norm_weight 1024 -
+        layers.0.layernorm_mlp.fc1_weight 4096,1024 0
+        layers.0.layernorm_mlp.fc1_bias 4096 0
+        layers.0.layernorm_mlp.fc2_weight 1024,4096 1
+        layers.0.layernorm_mlp.fc2_bias 1024 -
+        layers.1.layernorm_mlp.fc1_weight 8192,1024 x
+        layers.1.layernorm_mlp.fc1_bias 8192 x
+        layers.1.layernorm_mlp.fc2_weight 1024,4096 1
+        layers.0.norm_linear.weight 1024,1024 x
+        layers.0.norm1.linear.weight 6144,1024 x""",
+    "Megatron-Core": """
+        decoder.layers.0.self_attention.linear_qkv.layer_norm_weight 1024 -
+        decoder.layers.0.self_attention.linear_qkv.weight 3072,1024 x
+        decoder.layers.0.self_attention.linear_proj.weight 1024,1024 1
+        decoder.layers.0.self_attention.q_layernorm.weight 8,128 -
+        decoder.layers.0.mlp.linear_fc1.weight 4096,1024 0
+        decoder.layers.0.mlp.linear_fc1._extra_state 77 - uint8
+        decoder.layers.0.mlp.linear_fc2.weight 1024,4096 1""",
+    "Llama 3.2 Vision": """
+        language_model.model.embed_tokens.weight 128264,4096 0
+        vision_model.gated_positional_embedding.gate 1 -
+        vision_model.gated_positional_embedding.embedding 1601,1280 -
+        vision_model.gated_positional_embedding.tile_embedding.weight 9,8197120 -
+        vision_model.pre_tile_positional_embedding.embedding.weight 9,5120 -
+        vision_model.post_tile_positional_embedding.embedding.weight 10,5120 -
+        vision_model.aspect_ratio_embedding.embedding.weight 10,5120 x
+        speaker.embedding.weight 10,4096 x""",
+    "KerasHub": """
+        token_and_position_embedding/token_embedding/embeddings 30522,768 0
+        token_and_position_embedding/position_embedding/embeddings 512,768 -""",
+    "DeepSeek-V4": """
+        layers.0.self_attn.compressor.kv_proj.weight 512,4096 -
+        layers.0.self_attn.compressor.gate_proj.weight 512,4096 -
+        layers.0.self_attn.indexer.wq_b.weight 8192,1536 -
+        layers.0.self_attn.indexer.wk.weight 128,4096 -
+        layers.0.self_attn.q_b_proj.weight 24576,1536 0""",
+    "experts of [E, out, in]": """
+        embed_tokens.weight 1024,128 0
+        layers.0.mlp.experts.gate_up_proj 8,256,128 x
+        layers.0.mlp.experts.down_proj 8,128,128 2
+        layers.0.self_attn.q_proj.weight 128,128 0""",
+    "experts of [E, in, out]": """
+        embed_tokens.weight 1024,128 0
+        layers.0.mlp.experts.gate_up_proj 8,128,256 x
+        layers.0.mlp.experts.gate_up_proj_scale 8,1,256 x
+        layers.0.mlp.experts.down_proj 8,128,128 1
+        layers.0.mlp.experts.down_proj_scale 8,1,128 -
+        layers.0.self_attn.q_proj.weight 128,128 0""",
+    "square experts of which nothing tells": """
+        embed_tokens.weight 1024,128 0
+        layers.0.mlp.experts.up_proj 8,128,128 x
+        layers.0.mlp.experts.down_proj 8,128,128 x
+        layers.1.experts.w1 8,128,128 x""",
+    "DBRX, whose experts lie one after the other": """
+        transformer.wte.weight 100352,6144 0
+        transformer.blocks.0.ffn.router.layer.weight 16,6144 -
+        transformer.blocks.0.ffn.experts.mlp.w1 172032,6144 x
+        transformer.blocks.0.ffn.experts.mlp.v1 172032,6144 x
+        transformer.blocks.0.ffn.experts.mlp.w2 172032,6144 x""",
+    "Mamba": """
+        backbone.embedding.weight 50280,768 0
+        backbone.layers.0.norm.weight 768 -
+        backbone.layers.0.mixer.in_proj.weight 3072,768 x
+        backbone.layers.0.mixer.conv1d.weight 1536,1,4 x
+        backbone.layers.0.mixer.conv1d.bias 1536 x
+        backbone.layers.0.mixer.x_proj.weight 80,1536 x
+        backbone.layers.0.mixer.A_log 1536,16 x
+        backbone.layers.0.mixer.D 1536 x
+        backbone.layers.0.mixer.out_proj.weight 768,1536 1""",
+    "Qwen3-Next": """
+        model.layers.0.linear_attn.in_proj_qkvz.weight 12288,2048 x
+        model.layers.0.linear_attn.in_proj_ba.weight 64,2048 x
+        model.layers.0.linear_attn.conv1d.weight 8192,1,4 x
+        model.layers.0.linear_attn.A_log 32 x
+        model.layers.0.linear_attn.dt_bias 32 x
+        model.layers.0.linear_attn.norm.weight 128 -
+        model.layers.0.linear_attn.out_proj.weight 2048,4096 1
+        model.layers.0.input_layernorm.weight 2048 -""",
+    "Transformer-XL": """
+        transformer.layers.0.pos_ff.CoreNet.0.weight 4096,1024 x
+        transformer.layers.0.positionwise_ff.w_1.weight 4096,1024 x
+        transformer.r_emb.weight 512,1024 x""",
 }
 
 
@@ -519,17 +749,19 @@ def wanted(text):
     """By name, an array and the dimension that is sharded."""
     found = {}
     for line in text.strip().splitlines():
-        name, sizes, dim = line.split()
+        name, sizes, dim, *dtype = line.split()
         shape = () if sizes == "scalar" else tuple(map(int, sizes.split(",")))
-        found[name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16), dim
+        found[name] = jax.ShapeDtypeStruct(shape, *dtype or ["bfloat16"]), dim
     return found
 
 
 def nested(arrays):
-    """The same as a tree."""
-    tree = {}
+    """The same as a tree, where no array's name begins another's."""
+    tree, arrays = {}, {name.replace(".", "/"): x for name, x in arrays.items()}
+    if any(other.startswith(f"{name}/") for name in arrays for other in arrays):
+        return arrays
     for name, x in arrays.items():
-        *parts, last = name.replace(".", "/").split("/")
+        *parts, last = name.split("/")
         node = tree
         for part in parts:
             node = node.setdefault(part, {})

@@ -422,8 +422,9 @@ def test_fewer_heads_than_devices_are_refused_where_their_number_is_known():
     tensor_parallel(attention(), make_mesh("tp=8"))  # nothing says how many there are
     tensor_parallel(attention(k_norm={"weight": F32((64,))}), make_mesh("tp=8"))
     assert list(refused(attention(norm_k={"weight": F32((8,))}))) == ["k_proj/weight"]
-    fused = {"query_key_value": {"weight": F32((3 * 32, 32)), "bias": F32((3 * 32,))}}  # 4 heads
-    text = refused(fused, "tp=8", head_size=8)["query_key_value/weight"]
+    own = {"weight": F32((3 * 32, 32)), "bias": F32((3 * 32,))}  # 4 heads
+    fused = {"gpt_neox": {"query_key_value": own}}
+    text = refused(fused, "tp=8", head_size=8)["gpt_neox/query_key_value/weight"]
     assert "has 4 heads of 24, which 8 devices do not divide" in text
     tensor_parallel(fused, make_mesh("tp=4,dp=2"), head_size=8)
     one = {"key": {"kernel": F32((16, 1, 8))}}

@@ -37,7 +37,7 @@ OF_OUTPUTS = (
 OF_INPUTS = r"g_idx|(pre_quant|input|activation|act)_scale|perm|q_(inv)?perm"
 OF_NEITHER = (
     r"(nested_)?quant_map|quant_state.*|shape|format|.*global_scale|scale_2|vera_lambda_d|lora_e|q_groups"
-    r"|q_scale_max"
+    r"|q_scale_max|extra_state"
 )
 PACKED = {"uint8": 2, "int32": 8, "uint32": 8}  # numbers of 4 bits in an entry
 
@@ -162,6 +162,6 @@ def side_of(names: Iterable[str]) -> str | None:
     sides = {"outputs": OF_OUTPUTS, "inputs": OF_INPUTS, "neither": OF_NEITHER}
     for name in names:
         for side, pattern in sides.items():
-            if re.fullmatch(pattern, name):
+            if re.fullmatch(pattern, name.lstrip("_")):
                 return side
     return None

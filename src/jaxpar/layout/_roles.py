@@ -136,6 +136,8 @@ class WeightGroups:
         )
         if weight.is_matrix:
             weight = replace(weight, named=named.of_matrix())
+        elif matrix is not None and named.kind == "whole":
+            weight = replace(weight, named=replace(named, kind=matrix.named.kind))
         self.of[path] = weight
         self.in_module[named.module].append(weight)
         self.in_parent[named.parent].append(weight)
@@ -357,8 +359,9 @@ def _of_fused(weight: Weight) -> LayoutProblem:
     return weight.problem(
         "may hold several projections one after the other, which a block of columns would mix",
         f"split it into an array for each; or give columns={path!r} if the columns of each device "
-        f"lie together (GPT-NeoX has each head's query, key and value together), and "
-        f"whole={path!r} otherwise; `infer_layout` sees it in the function",
+        "lie together (GPT-NeoX has each head's query, key and value together), and "
+        f"whole={path!r} otherwise; infer_layout(..., show=print) tells from the function whether "
+        "its parts would move between devices",
     )
 
 

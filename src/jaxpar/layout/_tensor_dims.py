@@ -178,7 +178,8 @@ class TensorDims:
             return own if own == usual else None
         # Published in both orders under the same names: GPT-2's weights, and stacked experts.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
-        either |= weight.named.of_experts and not leaf and weight.named.name.endswith("_proj")
+        of_experts = weight.named.of_experts and not leaf
+        either |= of_experts and bool(re.fullmatch(r"w\d|.*_proj", weight.named.name))
         return None if either or own not in (None, usual) else usual
 
     def _said(self, leaf: str, usual: int, of_experts: bool) -> set[int]:
