@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.layout import LayoutError, tensor_parallel
+from jaxpar.layout import LayoutError, infer_layout, tensor_parallel
 
 # A name, its shape, and the dimension that is sharded: - of none, x of an array that is refused;
 # and its dtype, if that tells how numbers are packed.
@@ -788,3 +788,131 @@ def test_published_names(family):
             name: P() if dim in "-x" else P(*[None] * int(dim), "tp")
             for name, (_, dim) in table.items()
         }
+
+
+D, HEADS, SIZE, HIDDEN = 32, 4, 8, 96
+
+
+def attend(q, k, v):
+    scores = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    return jnp.einsum("bhts,bshd->bthd", scores, v).reshape(*q.shape[:2], -1)
+
+
+def attention(names, by_head):
+    """Fused queries, keys and values: in blocks, or those of each head together."""
+    qkv, dense = (
+        (f"{name}.weight", shape)
+        for name, shape in zip(names, ((3 * HEADS * SIZE, D), (D, HEADS * SIZE)), strict=True)
+    )
+
+    def block(p, x):
+        shape = (HEADS, 3 * SIZE) if by_head else (3 * HEADS, SIZE)
+        x = (x @ p[qkv[0]].T).reshape(*x.shape[:2], *shape)
+        return attend(*jnp.split(x, 3, 3 if by_head else 2)) @ p[dense[0]].T
+
+    return dict([qkv, dense]), block
+
+
+def mlp(up, down, gate=None, outputs_first=True):
+    def block(p, x):
+        w = {name: y.T if outputs_first else y for name, y in p.items()}
+        h = x @ w[up]
+        h = jax.nn.relu(h) ** 2 if gate is None else jax.nn.silu(x @ w[gate]) * h
+        return h @ w[down]
+
+    shapes = {up: (HIDDEN, D), down: (D, HIDDEN)} | ({gate: (HIDDEN, D)} if gate else {})
+    return {n: s if outputs_first else s[::-1] for n, s in shapes.items()}, block
+
+
+def channel_mix(key, value, receptance):
+    shapes, inner = mlp(key, value)
+    gated = lambda p, x: jax.nn.sigmoid(x @ p[receptance].T) * inner(p, x)  # noqa: E731
+    return shapes | {receptance: (D, D)}, gated
+
+
+def time_mix(before):
+    names = [f"{before}.{name}.weight" for name in ("key", "value", "receptance", "output")]
+
+    def block(p, x):
+        k, v, r = (x @ p[name].T for name in names[:3])
+
+        def step(state, kv):
+            state = state * jnp.exp(-jnp.exp(p[f"{before}.time_decay"])) + jnp.exp(kv[0]) * kv[1]
+            return state, state
+
+        states = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (k.swapaxes(0, 1), v.swapaxes(0, 1)))
+        return (jax.nn.sigmoid(r) * states[1].swapaxes(0, 1)) @ p[names[3]].T
+
+    return dict.fromkeys(names, (D, D)) | {f"{before}.time_decay": (D,)}, block
+
+
+def experts(hidden, outputs_first):
+    """Three of them, so that two devices share each."""
+    names = [f"mlp.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    shapes = dict(zip(names, [(3, hidden, D)] * 2 + [(3, D, hidden)], strict=True))
+
+    def block(p, x):
+        gate, up, down = (p[n].swapaxes(1, 2) if outputs_first else p[n] for n in names)
+        h = jax.nn.silu(jnp.einsum("btd,edf->ebtf", x, gate)) * jnp.einsum("btd,edf->ebtf", x, up)
+        return jnp.einsum("ebtf,efd->btd", h, down)
+
+    return {
+        name: shape if outputs_first else (shape[0], *shape[:0:-1])
+        for name, shape in shapes.items()
+    }, block
+
+
+BLOCKS = {
+    "queries, keys and values in blocks": attention(
+        ("attention.query_key_value", "attention.dense"), by_head=False
+    ),
+    "the same in GPT-NeoX": attention(
+        ("gpt_neox.attention.query_key_value", "gpt_neox.attention.dense"), by_head=True
+    ),
+    "in a module of their norm": attention(
+        ("attn.layernorm_qkv.1", "attn.out_proj"), by_head=False
+    ),
+    "gated MLP": mlp("mlp.up_proj.weight", "mlp.down_proj.weight", "mlp.gate_proj.weight"),
+    "gated MLP of kernels": mlp("up/kernel", "down/kernel", "gate/kernel", outputs_first=False),
+    "MLP in a module of its norm": mlp("layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight"),
+    "linear in a module of its norm": mlp("norm_linear.weight", "fc2.weight"),
+    "channel mix": channel_mix("ffn.key.weight", "ffn.value.weight", "ffn.receptance.weight"),
+    "channel mix of another name": mlp(
+        "l/channels/key/kernel", "l/channels/value/kernel", None, False
+    ),
+    "time mix": time_mix("att"),
+    "experts of [E, out, in]": experts(HIDDEN, outputs_first=True),
+    "experts of [E, in, out]": experts(HIDDEN, outputs_first=False),
+    "square experts": experts(D, outputs_first=True),
+}
+REFUSED = {  # all others are right by name
+    "queries, keys and values in blocks": {"attention.query_key_value.weight"},
+    "in a module of their norm": {"attn.layernorm_qkv.1.weight"},
+    "linear in a module of its norm": {"norm_linear.weight"},
+    "square experts": {f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_roles_by_name_are_those_by_function(name):
+    shapes, block = BLOCKS[name]
+    params = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    params["input_layernorm.weight"] = jax.ShapeDtypeStruct((D,), "float32")
+
+    def loss(params, x):
+        return jnp.sum(x + block(params, x * params["input_layernorm.weight"]))
+
+    mesh = AbstractMesh((2,), ("tp",))
+    x = jax.ShapeDtypeStruct((2, 6, D), "float32")
+    said = []
+    inferred = infer_layout(loss, params, x, mesh, show=said.append)
+    refused = REFUSED.get(name, set())
+    if refused:
+        with pytest.raises(LayoutError) as found:
+            tensor_parallel(params, mesh)
+        assert {problem.path for problem in found.value.problems} == refused
+        parts_move = any("whose parts move between devices" in line for line in said)
+        assert parts_move == ("tells from the function whether its parts" in str(found.value))
+    rules = tensor_parallel(params, mesh, whole="|".join(refused))
+    for path in set(params) - refused:
+        assert rules.match(path) == inferred.match(path), path

@@ -56,9 +56,7 @@ NAMES = {
     "channels": r"time_(decay|first|faaaa)",  # of RWKV: [d], [1, 1, d] or [heads, size]
 }
 # DeepSeek's compressors and indexers work on all heads at once.
-INSIDE_WHOLE = (
-    r"classifier|classification_head|pooler|seq_relationship|score|compressor|indexer"
-)
+INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score|compressor|indexer"
 LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|\d+"
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
 ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")

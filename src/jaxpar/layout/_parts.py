@@ -19,8 +19,15 @@ Shape = tuple[int, ...]
 # A weight's largest part, and the part without which the name means something else. "" is an array
 # of no part's name.
 LARGEST = {
-    **{"blocks": "scales", "values": "scales", "data": "scale", "w_q": "zero"},
-    **{"q_weight": "q_groups", "packed": None, "qdata": None, "qweight": None, "": None},
+    "blocks": "scales",
+    "values": "scales",
+    "data": "scale",
+    "w_q": "zero",
+    "q_weight": "q_groups",
+    "packed": None,
+    "qdata": None,
+    "qweight": None,
+    "": None,
 }
 PART = re.compile(
     r"_?(?:(?P<stem>.+?)_)??(?P<part>values|exact|blocks|data|packed|qdata|qweight|w_q"

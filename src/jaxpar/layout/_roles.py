@@ -268,7 +268,9 @@ class WeightGroups:
             return False
         if not named.direct and any(other.named.direct for other in self.matrices(named.module)):
             return True
-        return bool(named.inside) and ROLES.get(named.kind) in ("columns", "rows") and not named.leaf
+        return (
+            bool(named.inside) and ROLES.get(named.kind) in ("columns", "rows") and not named.leaf
+        )
 
     def _of_state_space(self, weight: Weight) -> str | LayoutProblem | None:
         """Returns the role of an array with the channels of a state-space layer."""
@@ -295,7 +297,9 @@ class WeightGroups:
             return False
         parent = next((part for part in named.parent[::-1] if not part.isdigit()), "")
         transposed = shapes["k"] == shapes["v"][::-1] and len(set(shapes["k"])) > 1
-        return transposed or re.fullmatch(r"ffn|feed_forward|channel_mix\w*|cmix", parent) is not None
+        return (
+            transposed or re.fullmatch(r"ffn|feed_forward|channel_mix\w*|cmix", parent) is not None
+        )
 
     def _of_channels(self, named: Named) -> str:
         """Returns the role in an MLP whose receptance gates its results."""
