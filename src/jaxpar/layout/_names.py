@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from jaxpar.layout._parts import PartName, parts_in
 from jaxpar.layout._paths import parts_of
+from jaxpar.layout._weight_formats import PartName, parts_in
 
 # By kind, in lower case. A suffix `_weight`, `_bias` or `_kernel` may follow a name.
 NAMES = {

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
-from jaxpar.layout._parts import cut, side_of
-from jaxpar.layout._roles import Part, Weight, WeightGroups
+from jaxpar.layout._roles import NamedArray, Part, Weight, WeightGroups
+from jaxpar.layout._weight_formats import cut, side_of
 
 Dim: TypeAlias = int | LayoutProblem | None  # sharded, refused, or replicated
 
@@ -26,7 +25,7 @@ class PartDims:
         self,
         weights: WeightGroups,
         dim_of: Callable[[Weight], Dim],
-        own_rule: Callable[[Shaped, str], str],
+        own_rule: Callable[[NamedArray, str], str],
         devices: int,
     ) -> None:
         self._weights, self._dim_of, self._own_rule = weights, dim_of, own_rule
@@ -91,6 +90,6 @@ class PartDims:
         return array.problem(f"{array} {what} {weight}", self._own_rule(array, part.pattern))
 
 
-def _refused(array: Shaped, weight: Weight) -> LayoutProblem:
+def _refused(array: NamedArray, weight: Weight) -> LayoutProblem:
     path = weight.array.path
     return array.problem(f"{array} belongs to {path!r}, which is refused", f"decide on {path!r}")

@@ -6,14 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from jaxpar.layout._alike import Alike
-from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import ANY_TABLE, Named, Names
-from jaxpar.layout._parts import Unpacked, unpacked
 from jaxpar.layout._paths import parts_of, pattern_of
 from jaxpar.layout._patterns import Pattern
+from jaxpar.layout._weight_formats import Unpacked, unpacked
 
 ROLES = {
     "attention": "columns",
@@ -29,6 +29,18 @@ ROLES = {
 }
 
 
+class NamedArray(Protocol):
+    """An array's path, shape and dtype."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def problem(self, text: str, remedy: str) -> LayoutProblem: ...
+
+
 @dataclass(frozen=True)
 class Weight:
     """An array without the dimensions that count layers and experts.
@@ -40,7 +52,7 @@ class Weight:
       unpacked: the weight of which the array is the largest part.
     """
 
-    array: Shaped
+    array: NamedArray
     named: Named
     first: int
     given: str | None
@@ -71,7 +83,7 @@ class Weight:
 class Part:
     """An array beside the largest one of a weight, without its dimensions of layers and experts."""
 
-    array: Shaped
+    array: NamedArray
     weight: Weight
     shape: tuple[int, ...]
     given: str | None
@@ -87,7 +99,7 @@ class WeightGroups:
     """All weights, and the parts of those that several arrays hold."""
 
     def __init__(
-        self, arrays: Sequence[Shaped], given: Mapping[str, Pattern], layers: Container[str]
+        self, arrays: Sequence[NamedArray], given: Mapping[str, Pattern], layers: Container[str]
     ) -> None:
         self._names = names = Names(array.path for array in arrays)
         self._given = {
@@ -102,7 +114,7 @@ class WeightGroups:
         self.in_module: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
         self.in_parent: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
         self.beside: dict[tuple[str, ...], list[Weight]] = defaultdict(list)
-        groups: dict[str, list[Shaped]] = defaultdict(list)
+        groups: dict[str, list[NamedArray]] = defaultdict(list)
         for array in arrays:
             self._alike[pattern_of(array.path)].add(array.path, array.shape)
             part = names.parts.get(array.path)
@@ -119,7 +131,7 @@ class WeightGroups:
         self.tables = [weight for weight in self.of.values() if _is_table(weight)]
         self._table_shapes = {_sorted(table.shape) for table in self.tables}
 
-    def _add(self, path: str, group: Sequence[Shaped]) -> None:
+    def _add(self, path: str, group: Sequence[NamedArray]) -> None:
         array, named = next(a for a in group if a.path == path), self._names.of[path]
         name = self._names.parts[path].name if len(group) > 1 or path in self._names.parts else ""
         matrix = self._matrix_named(named.parts)
@@ -147,7 +159,7 @@ class WeightGroups:
                 last = parts_of(other.path)[-1].lower()
                 self._add_part(other, weight, (self._names.parts[other.path].name, last))
 
-    def _add_part(self, array: Shaped, weight: Weight, names: Sequence[str]) -> None:
+    def _add_part(self, array: NamedArray, weight: Weight, names: Sequence[str]) -> None:
         path, shape = array.path, array.shape[weight.first :]
         alike = self._alike[pattern_of(path)]
         part = Part(array, weight, shape, self._given[path], names, alike)
@@ -274,8 +286,13 @@ class WeightGroups:
 
     def _of_state_space(self, weight: Weight) -> str | LayoutProblem | None:
         """Returns the role of an array with the channels of a state-space layer."""
-        parts, path = weight.named.parts, weight.pattern
-        layer = next((parts[:i] for i in range(len(parts)) if parts[:i] in self._state_spaces), ())
+        parts = weight.named.parts
+        layers = self._state_spaces
+        layer = (
+            next((parts[:i] for i in range(len(parts)) if parts[:i] in layers), ())
+            if layers
+            else ()
+        )
         if not layer or not re.fullmatch(r"a_log|d|dt_bias|conv1d", parts[len(layer)]):
             return None
         inputs = [w for w in self.in_parent[layer] if w.named.name.startswith("in_proj")]
@@ -283,7 +300,7 @@ class WeightGroups:
             return "whole"
         return weight.problem(
             "belongs to the channels of a state-space layer, which projections hold fused",
-            f"give whole={path!r} if those are replicated",
+            f"give whole={weight.pattern!r} if those are replicated",
         )
 
     def mixes_channels(self, named: Named) -> bool:
@@ -379,7 +396,7 @@ def _is_table(weight: Weight) -> bool:
     return named.kind == "table" and named.direct and named.leaf != "kernel"
 
 
-def _leading(array: Shaped, named: Named, stacked: bool) -> int:
+def _leading(array: NamedArray, named: Named, stacked: bool) -> int:
     rank, own = len(array.shape), 1 if named.bias else 2
     first = min(int(stacked), rank)
     return rank - own if named.of_experts and rank - first > own else first

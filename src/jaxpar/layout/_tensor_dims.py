@@ -12,21 +12,20 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxpar.layout._fit import Shaped
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._part_dims import Dim, PartDims
-from jaxpar.layout._parts import side_of
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._roles import Weight, WeightGroups
+from jaxpar.layout._roles import NamedArray, Weight, WeightGroups
 from jaxpar.layout._rule import Axes, shown
+from jaxpar.layout._weight_formats import side_of
 
 
 class TensorDims:
     def __init__(
         self,
-        arrays: Sequence[Shaped],
+        arrays: Sequence[NamedArray],
         given: Mapping[str, Pattern],
         layers: Container[str],
         *,
@@ -65,12 +64,11 @@ class TensorDims:
             role = "columns"
         if named.kind == "whole" or role in ("vocabulary", "heads"):
             return
+        by_role = isinstance(role, str) and role in ("columns", "rows")
         if (out := self._out_by_bias(weight)) is not None:
             for place in range(len(parts)):
                 self._by_bias[parts[:place], leaf].add(out)
-        elif role not in ("columns", "rows"):
-            return
-        elif (out := self._out_by_width(weight, role)) is not None:
+        elif by_role and (out := self._out_by_width(weight, role)) is not None:
             is_key = named.is_key and not weights.mixes_channels(named)
             (self._by_key if is_key else self._by_width)[leaf, named.of_experts].add(out)
 
@@ -99,8 +97,8 @@ class TensorDims:
             return None if named.adapter == "a" else role
         if role == "whole":
             return None
-        edit = self._own_rule(weight.array, weight.pattern)
         if weight.unpacked.problem is not None:
+            edit = self._own_rule(weight.array, weight.pattern)
             return weight.problem(weight.unpacked.problem, f"unpack it, or {edit}")
         if named.adapter is None and (rank == 1 or named.bias):
             return self._of_vector(weight, role)
@@ -113,6 +111,7 @@ class TensorDims:
                 f"give its role: columns={path!r}, or rows, vocabulary or whole",
             )
         if named.of_all_experts and (rank, weight.first) == (2, 0):
+            edit = self._own_rule(weight.array, weight.pattern)
             return weight.problem("has no dimension that counts experts", edit)
         if named.adapter is not None:
             return self._of_adapter(weight, role)
@@ -257,7 +256,7 @@ class TensorDims:
             return 1 - shape.index(min(ranks))
         return int((named.leaf != "weight") == columns)
 
-    def _own_rule(self, array: Shaped, pattern: str) -> str:
+    def _own_rule(self, array: NamedArray, pattern: str) -> str:
         key, axis = key_of(array.path), shown(self._axes)
         return (
             f"give whole={pattern!r}, and add its own rule, with {axis!r} for the sharded "
