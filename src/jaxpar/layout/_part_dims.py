@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from jaxpar.layout._layout_error import LayoutProblem
-from jaxpar.layout._roles import NamedArray, Part, Weight, WeightGroups
+from jaxpar.layout._roles import Roles
 from jaxpar.layout._weight_formats import cut, side_of
+from jaxpar.layout._weights import NamedArray, Part, Weight, WeightGroups
 
 Dim: TypeAlias = int | LayoutProblem | None  # sharded, refused, or replicated
 
@@ -24,11 +25,13 @@ class PartDims:
     def __init__(
         self,
         weights: WeightGroups,
+        roles: Roles,
         dim_of: Callable[[Weight], Dim],
         own_rule: Callable[[NamedArray, str], str],
         devices: int,
     ) -> None:
-        self._weights, self._dim_of, self._own_rule = weights, dim_of, own_rule
+        self._weights, self._roles = weights, roles
+        self._dim_of, self._own_rule = dim_of, own_rule
         self._devices = devices
 
     def uncut(self, weight: Weight, dim: Dim) -> Dim:
@@ -74,7 +77,7 @@ class PartDims:
         if isinstance(dim, LayoutProblem):
             return _refused(part.array, weight)
         if len(weight.shape) == 2:
-            role = self._weights.role(weight)
+            role = self._roles.of(weight)
             whose = {"columns": "outputs", "rows": "inputs"}.get(str(role))
             likely = [d for d in (0, 1) if weight.shape[d] == size]
             if side and whose:

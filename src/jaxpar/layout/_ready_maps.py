@@ -23,10 +23,10 @@ from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import arrays_of, key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Interleaved
 from jaxpar.layout._tensor_dims import TensorDims
+from jaxpar.layout._weights import WeightGroups
 
 Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 

@@ -17,9 +17,10 @@ from jaxpar.layout._names import OF_HEADS, PAIR
 from jaxpar.layout._part_dims import Dim, PartDims
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._roles import NamedArray, Weight, WeightGroups
+from jaxpar.layout._roles import Roles
 from jaxpar.layout._rule import Axes, shown
 from jaxpar.layout._weight_formats import side_of
+from jaxpar.layout._weights import NamedArray, Weight, WeightGroups
 
 
 class TensorDims:
@@ -34,6 +35,7 @@ class TensorDims:
         head_size: int | None,
     ) -> None:
         self._weights = weights = WeightGroups(arrays, given, layers)
+        self._roles = roles = Roles(weights)
         self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
         # The output dimension: from biases by place and leaf, from widths by leaf.
@@ -43,7 +45,7 @@ class TensorDims:
         # Keys and values may have an input of another width: they do not decide alone.
         self._by_key: dict[tuple[str, bool], set[int]] = defaultdict(set)
         self._found: dict[tuple[str, str | None], Dim] = {}
-        self._parts = PartDims(weights, self._of_weight, self._own_rule, count)
+        self._parts = PartDims(weights, roles, self._of_weight, self._own_rule, count)
         for weight in weights.of.values():
             self._learn(weight)
 
@@ -57,19 +59,20 @@ class TensorDims:
         if named.kind == "logits" or weights.vocabulary_dim(weight) is not None:
             return  # GPT-2 stores it unlike all other matrices
         # By name, also of a weight that the user replicates.
-        role, parts, leaf = weights.role(weight), named.parts, named.leaf
+        role, parts, leaf = self._roles.of(weight), named.parts, named.leaf
         if weight.given == "whole":
-            role = weights.role(replace(weight, given=None))
-        if isinstance(role, LayoutProblem) and named.kind in ("fused", "mlp"):
-            role = "columns"
+            role = self._roles.of(replace(weight, given=None))
+        if isinstance(role, LayoutProblem):
+            role = "columns" if named.kind in ("fused", "mlp") else None
         if named.kind == "whole" or role in ("vocabulary", "heads"):
             return
-        by_role = isinstance(role, str) and role in ("columns", "rows")
         if (out := self._out_by_bias(weight)) is not None:
             for place in range(len(parts)):
                 self._by_bias[parts[:place], leaf].add(out)
-        elif by_role and (out := self._out_by_width(weight, role)) is not None:
-            is_key = named.is_key and not weights.mixes_channels(named)
+        elif role not in ("columns", "rows"):
+            return
+        elif (out := self._out_by_width(weight, role)) is not None:
+            is_key = named.is_key and not self._roles.mixes_channels(named)
             (self._by_key if is_key else self._by_width)[leaf, named.of_experts].add(out)
 
     def of(self, path: str) -> Dim:
@@ -92,7 +95,7 @@ class TensorDims:
         rank, named = len(weight.shape), weight.named
         if rank < 1:
             return None
-        role = self._weights.role(weight)
+        role = self._roles.of(weight)
         if isinstance(role, LayoutProblem):
             return None if named.adapter == "a" else role
         if role == "whole":
@@ -143,7 +146,7 @@ class TensorDims:
     def _of_matrix(self, weight: Weight, role: str) -> int | LayoutProblem:
         """Returns columns' output dimension, rows' input dimension."""
         if role == "rows" and weight.given is None:
-            wrong = self._weights.unlike(weight)
+            wrong = self._roles.unlike(weight)
             if wrong is not None:
                 return wrong
         last = len(weight.shape) - 1
@@ -270,7 +273,7 @@ class TensorDims:
         if named.bias and len(weight.shape) > 1:  # [heads, size]
             return None
         size = self._head_size or self._head_size_by_norm(named.parent)
-        if size is None or self._weights.mixes_channels(named):
+        if size is None or self._roles.mixes_channels(named):
             return None
         size *= 3 if named.kind == "fused" else 1  # a head's query, key and value lie together
         dim = self._of_matrix(weight, "columns") if len(weight.shape) == 2 else 0
