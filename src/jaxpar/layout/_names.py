@@ -31,8 +31,8 @@ NAMES = {
         r"|linear_fc1|intermediate|gating_einsum|feedforward_(gate|intermediate)_dense|ffw_gating(_2)?|ffn_(gate|up)"
     ),
     "fused": (
-        r"w?qkv|qkv_proj|c_attn|in_proj(_\w+)?|w_pack|query_key_value|linear_qkv|gate_up(_proj)?|w12"
-        r"|fused_.*|attn_qkv"
+        r"(to_|w_?|linear_|attn_)?(qkv|kv|qk)(_proj|_lin)?|c_attn|in_proj(_\w+)?|w_pack|w12|w13"
+        r"|query_key_value|key_value|gate_?(and_)?up(_proj)?|up_gate(_proj)?|fused_.*"
     ),
     "after": r"dense|proj|linear",  # rows, if the same parent has columns
     "out": (

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpar.layout._layout_error import LayoutProblem
-from jaxpar.layout._names import OF_HEADS, PAIR
+from jaxpar.layout._names import NORM, OF_HEADS, PAIR
 from jaxpar.layout._part_dims import Dim, PartDims
 from jaxpar.layout._paths import key_of
 from jaxpar.layout._patterns import Pattern
@@ -108,11 +108,7 @@ class TensorDims:
         if role is None:
             if not weight.is_matrix and (named.kind is None or side_of(named.inside) == "neither"):
                 return None
-            path = weight.pattern
-            return weight.problem(
-                "has a name without a known role",
-                f"give its role: columns={path!r}, or rows, vocabulary or whole",
-            )
+            return self._unknown(weight)
         if named.of_all_experts and (rank, weight.first) == (2, 0):
             edit = self._own_rule(weight.array, weight.pattern)
             return weight.problem("has no dimension that counts experts", edit)
@@ -127,6 +123,14 @@ class TensorDims:
         if rank > 2 and named.name != PAIR:
             return self._of_heads(weight, role)
         return self._few_heads(weight) or self._of_matrix(weight, role)
+
+    def _unknown(self, weight: Weight) -> LayoutProblem:
+        path, text = weight.pattern, "has a name without a known role"
+        edit = f"give its role: columns={path!r}, or rows, vocabulary or whole"
+        if NORM.search(weight.named.name):
+            text = "has the name of a norm, which no matrix is"
+            edit += f"; or stacked={path!r} if its first dimension counts layers"
+        return weight.problem(text, edit)
 
     def _of_vector(self, weight: Weight, role: str | None) -> Dim:
         """Returns 0 for a bias of columns, and other vectors of outputs."""
@@ -194,14 +198,13 @@ class TensorDims:
         return set()
 
     def _out_by_bias(self, weight: Weight) -> int | None:
-        *before, last = weight.named.parts
+        parts = weight.named.parts
+        before, last = parts[:-1], parts[-1]
         names = {"bias", "b"} if weight.named.leaf else {f"{last}_bias"}
         names.add(re.sub("_weight$", "_bias", last))
-        sizes = {
-            other.shape[0]
-            for other in self._weights.beside[tuple(before)]
-            if other.named.parts[-1] in names and len(other.shape) == 1
-        }
+        biases = [w for w in self._weights.beside[before] if w.named.parts[-1] in names]
+        biases += [w for w in self._weights.beside[parts] if w.named.parts[-1] in ("bias", "b")]
+        sizes = {bias.shape[0] for bias in biases if len(bias.shape) == 1}
         return _only(dim for dim, size in enumerate(weight.shape[-2:]) if size in sizes)
 
     def _out_by_width(self, weight: Weight, role: str) -> int | None:

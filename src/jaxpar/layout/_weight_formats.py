@@ -71,7 +71,8 @@ def parts_in(paths: Iterable[str]) -> dict[str, PartName]:
             largest = [part for part in group if part.name == name]
             if len(largest) == 1 and (needs is None or needs in names) and names != {""}:
                 (first,) = largest
-                found |= {p.largest: PartName(p.name, first.largest, first.weight) for p in group}
+                some = [part for part in group if part.name or part is first]
+                found |= {p.largest: PartName(p.name, first.largest, first.weight) for p in some}
                 break
     return found
 
@@ -84,8 +85,8 @@ def _split(path: str) -> tuple[tuple[str, ...], PartName]:
         weight, name = parts[: parts.index("quant_state")], "quant_state"
     elif match := PART.fullmatch(parts[-1]):
         weight, name = (*parts[:-1], match["stem"] or ""), match["part"]
-        weight = weight if match["stem"] else weight[:-1]
-    *before, last = weight or ("",)
+        weight = weight if match["stem"] else weight[:-1] or ("",)  # the pytree is one weight
+    *before, last = weight
     stem = re.sub(r"(?:^|_)(?:weight|kernel)$", "", last)
     key = (*before, stem) if stem else tuple(before)
     return key, PartName(name, path, parts if name in ("", "qweight") else weight)

@@ -175,10 +175,11 @@ class WeightGroups:
 
     def matrix_of(self, bias: tuple[str, ...]) -> Weight | None:
         """Returns the matrix of a bias with this path, if the only one."""
-        *before, last = bias
-        beside = [w for w in self.beside[tuple(before)] if not w.named.bias and len(w.shape) > 1]
+        before, last = bias[:-1], bias[-1]
+        beside = [w for w in self.beside[before] if not w.named.bias and len(w.shape) > 1]
         if last in ("bias", "b"):
             found = [w for w in beside if w.named.leaf]
+            found += [w for w in self.in_module[before] if w.named.parts == before]
         elif last.endswith("_bias"):
             stem = last.removesuffix("_bias")
             names = (stem, f"{stem}_weight", f"{stem}_kernel")
