@@ -738,9 +738,17 @@ FAMILIES = {
         model.layers.0.linear_attn.norm.weight 128 -
         model.layers.0.linear_attn.out_proj.weight 2048,4096 1
         model.layers.0.input_layernorm.weight 2048 -""",
+    "FLUX, whose linear1 are four": """
+        double_blocks.0.img_attn.qkv.weight 9216,3072 x
+        double_blocks.0.img_attn.proj.weight 3072,3072 1
+        single_blocks.0.linear1.weight 21504,3072 x
+        single_blocks.0.linear1.bias 21504 x
+        single_blocks.0.linear2.weight 3072,15360 1
+        single_blocks.0.pre_norm.weight 3072 -""",
     "Transformer-XL": """
         transformer.layers.0.pos_ff.CoreNet.0.weight 4096,1024 x
         transformer.layers.0.positionwise_ff.w_1.weight 4096,1024 x
+        transformer.layers.0.self_attn.pos_proj.weight 1024,1024 x
         transformer.r_emb.weight 512,1024 x""",
 }
 

@@ -14,7 +14,7 @@ from jaxpar.layout._weight_formats import PartName, parts_in
 # By kind, in lower case. A suffix `_weight`, `_bias` or `_kernel` may follow a name.
 NAMES = {
     "whole": (
-        r".*norm.*|.*layrnorm|ln.*|(?!.*(ff|feed)).*position.*|wpe|pos|pos_(?!ff).*|.*_pos|posemb.*"
+        r".*norm.*|.*layrnorm|ln.*|(?!.*(ff|feed|proj)).*position.*|wpe|pos|(?!.*(ff|proj))pos_.*|.*_pos|posemb.*"
         r"|.*router.*|shared_expert_gate|(q|kv)_a_proj(_with_mqa)?|w(q|kv)_a"
         r"|conv(\d?d)?_?\d*|patch_embed.*|.*token_type.*|segment_embed.*|type_embed.*|time_embed.*"
         r"|(cls|mask|class|register|distillation)_(token|embed).*|cls|rotary.*|transform"

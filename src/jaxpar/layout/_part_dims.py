@@ -39,7 +39,9 @@ class PartDims:
         if not isinstance(dim, int):
             return dim
         array, parts = weight.array, self._weights.parts_of[weight.array.path]
-        shapes = [(array, array.shape[weight.first :]), *((p.array, p.shape) for p in parts)]
+        shapes = [(array, array.shape[weight.first :])]
+        # Layouts repeat the scales of a `Quantized` where devices share a block.
+        shapes += [(p.array, p.shape) for p in parts if getattr(p.array, "values", None) is None]
         for array, shape in shapes:
             if len(shape) >= len(weight.shape):
                 wrong = cut(weight.shape, shape, dim, self._devices)

@@ -23,10 +23,10 @@ from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import arrays_of, key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
+from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Interleaved
 from jaxpar.layout._tensor_dims import TensorDims
-from jaxpar.layout._weights import WeightGroups
 
 Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 
@@ -184,6 +184,11 @@ def tensor_parallel(
     matrix without a role is refused, as is an array of several projections: a block of its columns
     would mix queries, keys and values. A `gate` as large as its MLP is sharded by columns. Other
     gates (routers), norms and position tables are replicated.
+
+    Arrays that hold one weight (a `Quantized`, or packed numbers with scales as in files of GPTQ,
+    AWQ, MXFP4, NVFP4, compressed-tensors and MLX) are sharded as this weight is. Refused are sizes
+    whose blocks devices would cut, and formats whose blocks mix rows. A vector beside a matrix
+    belongs to its inputs or outputs by name, or by length.
 
     Sizes of biases, norms and tables show the input dimension. Without them, `weight` is [out, in],
     as in Equinox and PyTorch, and an array of another name is [in, out]. Heads are sharded in [in,

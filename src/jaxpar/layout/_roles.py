@@ -30,6 +30,7 @@ class Roles:
         self._weights = weights
         # Each head's query, key and value lie together in these families alone.
         self._is_bloom = any("word_embeddings_layernorm" in path for path in weights.of)
+        self._widths = weights.widths()
         parts = [weight.named.parts for weight in weights.of.values()]
         self._state_spaces = {path[:-1] for path in parts if path[-1] == "a_log"}
 
@@ -138,7 +139,7 @@ class Roles:
         return "rows" if "v" in named.name else "columns"
 
     def _is_pair(self, weight: Weight) -> bool:
-        """Returns whether gates make it twice the rows' input."""
+        """Returns whether gates, or others, make it wider than the rows' input."""
         shape, inside = weight.shape, weight.named.inside
         rows = [
             other.shape
@@ -148,7 +149,15 @@ class Roles:
         if len(shape) != 2 or _sorted(shape) in map(_sorted, rows):
             return False
         double = {(wide, out // 2) for wide, out in (shape, shape[::-1]) if not out % 2}
-        return any(row in double or row[::-1] in double for row in rows)
+        if any(row in double or row[::-1] in double for row in rows):
+            return True
+        out, inputs = self._hidden(shape), [self._hidden(row) for row in rows]
+        return out is not None and bool(inputs) and not {None, out} & set(inputs)
+
+    def _hidden(self, shape: tuple[int, ...]) -> int | None:
+        """Returns a matrix's size beside the width of blocks, if one size is a width."""
+        inner = [size for size in shape if size not in self._widths]
+        return inner[0] if len(shape) == 2 and len(inner) == 1 else None
 
     def _gates_mlp(self, named: Named) -> bool:
         """Returns whether a gate is as large as an MLP."""
