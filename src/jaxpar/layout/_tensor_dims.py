@@ -119,6 +119,8 @@ class TensorDims:
         if role == "channels":
             return next((dim for dim, size in enumerate(weight.shape) if size > 1), None)
         if role == "heads":
+            if named.kind == "heads" and rank < 3:
+                return self._unknown(weight)
             return {"heads": rank - 3, "bias by heads": 0}.get(named.kind or "", rank - 1)
         if rank > 2 and named.name != PAIR:
             return self._of_heads(weight, role)
@@ -249,6 +251,8 @@ class TensorDims:
         columns = role == "columns" or (role == "heads" and named.name != "attn_vec_einsum")
         if (named.adapter == "b") != columns:
             return None
+        if len(shape) < 2:
+            return self._unknown(weight)
         if len(shape) > 2:  # [rank, heads, size], [heads, size, rank]
             return len(shape) - 2 if columns else 0
         others = [
