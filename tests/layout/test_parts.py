@@ -276,6 +276,16 @@ def test_vectors_that_may_be_of_inputs_or_outputs_are_refused():
     assert rules.match("q_proj.new") == P("tp")
 
 
+def test_scales_of_fewer_dimensions_are_refused():
+    for dims in ({"query": (128, 8, 64)}, {"out": (8, 64, 128)}):
+        ((name, shape),) = dims.items()
+        params = {f"{name}/kernel": F32(shape), f"{name}/kernel_scale": F32((8, 64))}
+        problems = refused(params)
+        assert list(problems) == [f"{name}/kernel_scale"]
+        assert "has fewer dimensions than" in problems[f"{name}/kernel_scale"].text
+        assert applied(params, problems).match(f"{name}/kernel_scale") == P()
+
+
 def test_scalars_are_replicated():
     names = ("weight_scale_2", "input_scale", "k_scale", "weight_format", "alpha", "new")
     for module in ("q_proj", "qkv_proj", "gate_proj", "o_proj", "norm", "lm_head"):

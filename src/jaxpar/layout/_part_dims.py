@@ -64,8 +64,10 @@ class PartDims:
         dim = self._dim_of(weight)
         if isinstance(dim, LayoutProblem):
             return _refused(array, weight)
-        if dim is None or len(part.shape) < len(weight.shape):
-            return dim and self._unclear(part, "has fewer dimensions than")
+        if dim is None:
+            return None
+        if len(part.shape) < len(weight.shape):
+            return self._unclear(part, "has fewer dimensions than")
         return None if part.shape[dim] == 1 else dim
 
     def _of_vector(self, part: Part, weight: Weight) -> Dim:

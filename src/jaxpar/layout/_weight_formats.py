@@ -64,17 +64,18 @@ def parts_in(paths: Iterable[str]) -> dict[str, PartName]:
     for path in paths:
         key, part = _split(path)
         groups[key].append(part)
-    found: dict[str, PartName] = {}
+    parts: dict[str, PartName] = {}
     for group in groups.values():
         names = {part.name for part in group}
         for name, needs in LARGEST.items():
             largest = [part for part in group if part.name == name]
             if len(largest) == 1 and (needs is None or needs in names) and names != {""}:
                 (first,) = largest
-                some = [part for part in group if part.name or part is first]
-                found |= {p.largest: PartName(p.name, first.largest, first.weight) for p in some}
+                others = [part for part in group if part.name not in LARGEST]
+                for part in (first, *others):
+                    parts[part.largest] = PartName(part.name, first.largest, first.weight)
                 break
-    return found
+    return parts
 
 
 def _split(path: str) -> tuple[tuple[str, ...], PartName]:

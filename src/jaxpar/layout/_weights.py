@@ -178,15 +178,15 @@ class WeightGroups:
         before, last = bias[:-1], bias[-1]
         beside = [w for w in self.beside[before] if not w.named.bias and len(w.shape) > 1]
         if last in ("bias", "b"):
-            found = [w for w in beside if w.named.leaf]
-            found += [w for w in self.in_module[before] if w.named.parts == before]
+            matrices = [w for w in beside if w.named.leaf]
+            matrices += [w for w in self.in_module[before] if w.named.parts == before]
         elif last.endswith("_bias"):
             stem = last.removesuffix("_bias")
             names = (stem, f"{stem}_weight", f"{stem}_kernel")
-            found = [w for w in beside if w.named.parts[-1] in names]
+            matrices = [w for w in beside if w.named.parts[-1] in names]
         else:
             return None
-        return found[0] if len(found) == 1 else None
+        return matrices[0] if len(matrices) == 1 else None
 
     def as_large_as_a_table(self, weight: Weight) -> bool:
         return any(sorted(weight.shape) == sorted(table.shape) for table in self.tables)
@@ -210,11 +210,11 @@ class WeightGroups:
         return found[0] if len(found) == 1 else None
 
     def matrices(self, module: tuple[str, ...]) -> list[Weight]:
-        found = self.in_module[module]
-        return [w for w in found if len(w.shape) > 1 and w.named.adapter is None]
+        weights = self.in_module[module]
+        return [w for w in weights if len(w.shape) > 1 and w.named.adapter is None]
 
 
 def _leading(array: NamedArray, named: Named, stacked: bool) -> int:
-    rank, own = len(array.shape), 1 if named.bias else 2
+    rank, own = len(array.shape), 1 if named.bias else 2  # dimensions of its own
     first = min(int(stacked), rank)
     return rank - own if named.of_experts and rank - first > own else first
