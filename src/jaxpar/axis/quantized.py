@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxpar.arguments.calls import naming, readable, type_error, value_error
-from jaxpar.arguments.checks import as_array
+from jaxpar.arguments.calls import called, naming, readable, type_error
+from jaxpar.arguments.checks import as_array, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
 from jaxpar.arguments.on_demand import open_types
-from jaxpar.arguments.types import Leaf
+from jaxpar.arguments.types import Integer, Leaf
 
 if TYPE_CHECKING:
     MaybeQuantized: TypeAlias = "Array | Quantized"
@@ -32,14 +32,16 @@ class Quantized:
 
     Args:
       values: int8 or float8, in the array's shape.
-      scales: floats of the values' rank. Each dimension divides that of the values; one scale
-        serves a block. Along the gathered dimension, give one for each device's block, or one for
-        each position.
+      scales: floats of the values' rank: along each dimension one, one for each entry, or one for
+        each block. Along the dimension that a matmul gathers, give one for each device's block, or
+        one for each position.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
       dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
+      block: entries of a block; the last block of a dimension may have fewer. None: as shapes tell,
+        576 entries with 5 scales have blocks of 128; 192 with 2 are refused (96, or 128 and 64).
 
     Raises (at its use):
-      ValueError: the scales' shape does not divide that of the values.
+      ValueError: scales of another rank, or that are no blocks, or two kinds of blocks.
 
     Example:
       >>> w = Quantized(jnp.ones((8, 4), "int8"), jnp.full((1, 4), 0.5), dtype="float32")
@@ -52,10 +54,13 @@ class Quantized:
     # The array before it was rounded, if the derivative is to ignore the rounding.
     exact: Leaf | None = None
     dtype: DTypeLike = field(default="bfloat16", kw_only=True, metadata={"static": True})
+    block: Integer | None = field(default=None, kw_only=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
         with naming("Quantized"):
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
+            if self.block is not None:
+                object.__setattr__(self, "block", check_whole("block", self.block, 1))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,13 +76,16 @@ class Quantized:
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:
         """Returns values times scales, in the array's dtype or another one."""
-        wide = addition_dtype(self.scales.dtype)  # bfloat16 scales become float32
-        x = self.values.astype(wide) * spread(self.scales.astype(wide), self.shape)
-        return x.astype(self.dtype if dtype is None else dtype)
+        from jaxpar.axis.scale_blocks import with_equal_blocks
+
+        with naming(called("Quantized.dequantized")):
+            return read_as(
+                with_equal_blocks("scales", self), self.dtype if dtype is None else dtype
+            )
 
 
 def spread(scales: Array, shape: tuple[int, ...]) -> Array:
-    """Returns a scale per value, along dimensions with several scales."""
+    """Returns a scale per value, along dimensions with several scales of equal blocks."""
     for dim, (have, want) in enumerate(zip(scales.shape, shape, strict=True)):
         if have not in (1, want):
             apart = jnp.expand_dims(scales, dim + 1)  # [..., have, 1, ...]
@@ -89,7 +97,11 @@ def spread(scales: Array, shape: tuple[int, ...]) -> Array:
 
 
 def read_as(x: Any, dtype: DTypeLike) -> Array:
-    return x.dequantized(dtype) if isinstance(x, Quantized) else x.astype(dtype)
+    """Reads an array, or one whose blocks are equal."""
+    if not isinstance(x, Quantized):
+        return x.astype(dtype)
+    wide = addition_dtype(x.scales.dtype)  # bfloat16 scales become float32
+    return (x.values.astype(wide) * spread(x.scales.astype(wide), x.shape)).astype(dtype)
 
 
 def values_of(x: Any) -> Array:
@@ -99,12 +111,14 @@ def values_of(x: Any) -> Array:
 def exact_of(x: Any) -> Array:
     if not isinstance(x, Quantized):
         return x
-    return x.dequantized() if x.exact is None else x.exact
+    return read_as(x, x.dtype) if x.exact is None else x.exact
 
 
 def as_operand(argument: str, x: Any) -> Any:
     if not isinstance(x, Quantized):
         return as_array(argument, x)
+    from jaxpar.axis.scale_blocks import with_equal_blocks
+
     values = as_array(f"{argument}.values", x.values)
     scales = as_array(f"{argument}.scales", x.scales)
     if values.dtype.itemsize != 1 or values.dtype == bool:
@@ -114,10 +128,4 @@ def as_operand(argument: str, x: Any) -> Any:
         )
     if not jnp.issubdtype(scales.dtype, jnp.floating):
         raise type_error(f"{argument}.scales are {scales.dtype}; give floats, float32 say")
-    of, at = values.shape, scales.shape
-    if len(of) != len(at) or any(n % m if m else n for n, m in zip(of, at, strict=True)):
-        raise value_error(
-            f"{argument}.scales have local shape {at}, which does not divide that of the values, "
-            f"{of}; each dimension must divide the values' own (1: one scale for all entries)"
-        )
-    return replace(x, values=values, scales=scales)
+    return with_equal_blocks(f"{argument}.scales", replace(x, values=values, scales=scales))

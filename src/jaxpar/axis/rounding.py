@@ -14,7 +14,7 @@ from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.quantized import Quantized, spread
+from jaxpar.axis.quantized import Quantized, read_as, spread
 
 # Shorter rows are few bytes, such as the experts' weights of tokens, or scales: keep them exact.
 SHORT = 32
@@ -63,7 +63,9 @@ def quantize(
         raise type_error(f"x is {x.dtype}{list(x.shape)}; give floats")
     along = check_dim("dim", dim, x.shape)
     check_chance(how, key)
-    return codes_of(how, x, along, key)
+    codes, size = codes_of(how, x, along, key), columns_of(how, x.shape[along])
+    # Shapes tell powers of two, also of a device's part.
+    return replace(codes, block=size) if size & (size - 1) and size < x.shape[along] else codes
 
 
 def check_chance(how: LowBit, key: Any) -> None:
@@ -126,7 +128,7 @@ def straight_through(wire: Any, x: Any, dim: int) -> Any:
 
 def decoded(tree: Any) -> Any:
     return jax.tree.map(
-        lambda x: x.dequantized() if _is_quantized(x) else x, tree, is_leaf=_is_quantized
+        lambda x: read_as(x, x.dtype) if _is_quantized(x) else x, tree, is_leaf=_is_quantized
     )
 
 

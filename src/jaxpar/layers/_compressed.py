@@ -16,6 +16,7 @@ from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.quantized import read_as
 from jaxpar.axis.rounding import check_chance, codes_of
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
@@ -172,16 +173,14 @@ def _sum_rounded(
     first, second = (None, None) if key is None else jax.random.split(key)
     codes = codes_of(how, blocks, 2, first)
     # [n, rows, columns]: the partial sums of all devices for this device's block.
-    partial_sums = jax.tree.map(
-        lambda x: lax.all_to_all(x, ring.names, 0, 0, tiled=True), codes
-    ).dequantized()
-    total = jnp.sum(partial_sums, axis=0)
+    partial_sums = jax.tree.map(lambda x: lax.all_to_all(x, ring.names, 0, 0, tiled=True), codes)
+    total = jnp.sum(read_as(partial_sums, partial_sums.dtype), axis=0)
     rounded = codes_of(how, total, 1, second)
-    whole = jax.tree.map(lambda x: _gathered(ring, x), rounded).dequantized(dtype)
+    whole = read_as(jax.tree.map(lambda x: _gathered(ring, x), rounded), dtype)
     # The device that rounds a block saves what was lost, to 8 bits and to the leaf's dtype. The
     # barrier is needed: compilers may compute in more bits than the program says.
-    own = optimization_barrier(rounded.dequantized(dtype)).astype(total.dtype)
-    lost = (blocks - codes.dequantized()).at[ring.index()].add(total - own)
+    own = optimization_barrier(read_as(rounded, dtype)).astype(total.dtype)
+    lost = (blocks - read_as(codes, codes.dtype)).at[ring.index()].add(total - own)
 
     def cut(x: Array) -> Array:
         return x.reshape(-1)[: leaf.size].reshape(leaf.shape)

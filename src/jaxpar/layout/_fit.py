@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from jaxpar.layout._array_layout import ArrayLayout, itemsize
 from jaxpar.layout._layout_error import LayoutProblem, shape_text
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
-from jaxpar.layout._paths import key_of
+from jaxpar.layout._paths import arrays_of, described, key_of
 from jaxpar.layout._rule import Axes, Entry, Nearest, Rule, axes_of, nearest, shown
 from jaxpar.layout._split import Replicate, Split
 
@@ -31,6 +32,8 @@ class Shaped:
     path: str
     shape: tuple[int, ...]
     dtype: Any
+    values: Shaped | None = None  # of the `Quantized` that it is the scales of
+    block: int | None = None
 
     def __str__(self) -> str:
         text = shape_text(self.dtype, self.shape)
@@ -42,6 +45,17 @@ class Shaped:
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
         return LayoutProblem(self.path, None, text, remedy)
+
+
+def shapes_in(tree: Any, name: str = "params") -> tuple[list[Shaped | None], Any]:
+    """Returns arrays' paths, shapes and dtypes, and the treedef."""
+    leaves, treedef = arrays_of(tree, name)
+    arrays = [leaf and Shaped(*described(*leaf)) for leaf in leaves]
+    if "jaxpar.axis.quantized" in sys.modules:  # otherwise the tree has none
+        from jaxpar.layout._quantized import with_values
+
+        arrays = with_values(tree, arrays)
+    return arrays, treedef
 
 
 def replicated(array: Shaped, mesh: AnyMesh) -> ArrayLayout:
@@ -60,12 +74,17 @@ def fit(
     problems: list[LayoutProblem] = []
     placed: list[Placed] = []
     used: set[str] = set()
+    by_path: dict[str, ArrayLayout] = {}
     known: dict[tuple[str, tuple[int, ...]], ArrayLayout] = {}  # layers share rules and shapes
     near = Nearest(rules, "the nearest rule is {}")
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
-        if len(keys) == 1:
+        if array.values is not None:
+            from jaxpar.layout._quantized import laid_like_values
+
+            laid = laid_like_values(array, by_path[array.values.path], rules, keys, problems)
+        elif len(keys) == 1:
             placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh))
             laid = known.get((keys[0], array.shape)) or placed[-1].lay(problems)
             if laid is not None:
@@ -74,10 +93,11 @@ def fit(
         else:
             laid = None
             if keys:
-                problems.append(_of_several(array, keys))
+                problems.append(of_several(array, keys))
             elif strict:
                 problems.append(_of_none(array, near.hint(array.path)))
         found.append(laid or replicated(array, mesh))
+        by_path[array.path] = found[-1]
     if strict:
         problems += _exchanged(placed)
         problems += unused_rules(rules, used, [array.path for array in arrays])
@@ -86,7 +106,7 @@ def fit(
     return found, problems
 
 
-def _of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
+def of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
         "narrow one of them, or give the path itself as a key, which goes first",

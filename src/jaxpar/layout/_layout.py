@@ -24,11 +24,11 @@ from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, spread, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
-from jaxpar.layout._fit import Shaped, fit
+from jaxpar.layout._fit import Shaped, fit, shapes_in
 from jaxpar.layout._layout_error import refuse
 from jaxpar.layout._like import like
 from jaxpar.layout._mesh import axes_in, check_mesh
-from jaxpar.layout._paths import arrays_of, described, part_of
+from jaxpar.layout._paths import arrays_of, part_of
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
 from jaxpar.layout._tensors import read_safetensors
@@ -602,7 +602,7 @@ def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
     sizes = [{blocks.size, blocks.padded} for blocks in array.blocks]
     for dim, blocks in enumerate(array.blocks):
         widths = frozenset[int]().union(*sizes[:dim], *sizes[dim + 1 :])
-        if blocks.size != blocks.padded and widths:
+        if blocks.size != blocks.padded and widths and type(blocks) is PaddedDim:
             at_the_end = blocks == PaddedDim.at_the_end(blocks.size, blocks.parts, blocks.block)
             yield PaddedTable(
                 array.path, blocks.size, blocks.padded, widths, array.axes[dim], at_the_end
@@ -611,10 +611,9 @@ def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
 
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:
     check_mesh(mesh)
-    leaves, tree = arrays_of(params)
-    shaped = [Shaped(*described(*found)) for found in leaves if found is not None]
-    found, problems = fit(rules, shaped, mesh, strict=strict)
+    shapes, tree = shapes_in(params)
+    found, problems = fit(rules, list(filter(None, shapes)), mesh, strict=strict)
     refuse(problems)
     fitted = iter(found)
-    arrays = [None if leaf is None else next(fitted) for leaf in leaves]
+    arrays = [shape and next(fitted) for shape in shapes]
     return Layout(rules, mesh, arrays, tree, jax.tree.leaves(params))

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._fit import Shaped, fit, replicated, unused_rules
+from jaxpar.layout._fit import Shaped, fit, replicated, shapes_in, unused_rules
 from jaxpar.layout._layout_error import LayoutProblem, refuse
-from jaxpar.layout._paths import arrays_of, described, key_of
+from jaxpar.layout._paths import key_of
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 
 
 def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
-    leaves, treedef = arrays_of(tree, "tree")
+    shapes, treedef = shapes_in(tree, "tree")
+    arrays = list(filter(None, shapes))
+    scales = [array for array in arrays if array.values]
     found: dict[str, ArrayLayout] = {}
     ruled: list[Shaped] = []  # by `rules`, which override parameters
     owns: dict[str, ArrayLayout] = {}
     problems: list[LayoutProblem] = []
-    for leaf in leaves:
-        if leaf is None:
+    of_quantized = {array.values.path for array in scales if array.values}
+    for array in arrays:
+        if array.values:
             continue
-        array = Shaped(*described(*leaf))
         path = array.path
         own = array_like(layout, array)
+        if own is None and path in of_quantized:
+            own = array_like(layout, replace(array, path=path.removesuffix("values").rstrip("/")))
+            own = own and replace(own, path=path)
         if rules is not None and rules.matching(path):
             if own is not None:
                 owns[path], array = own, replace(array, shape=own.padded_shape)
@@ -48,18 +53,22 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     if rules is not None:
         laid, wrong = fit(rules, ruled, layout.mesh, strict=True)
         problems += [problem for problem in wrong if problem.path is not None]
-        used = {key for array in ruled for key in rules.matching(array.path)}
-        problems += unused_rules(rules, used, [leaf[0] for leaf in leaves if leaf is not None])
+        used = {key for array in (*ruled, *scales) for key in rules.matching(array.path)}
+        problems += unused_rules(rules, used, [array.path for array in arrays])
         for array in laid:
             padded = _padded_like(owns.get(array.path), array)
             if isinstance(padded, LayoutProblem):
                 problems.append(padded)
             else:
                 found[array.path] = padded
+    if scales:
+        from jaxpar.layout._quantized import scales_like
+
+        found |= scales_like(layout, scales, found, rules, problems)
     refuse(problems)
-    arrays = [None if leaf is None else found[leaf[0]] for leaf in leaves]
     given = jax.tree.leaves(tree)
-    return type(layout)(layout.rules, layout.mesh, arrays, treedef, given, frozenset(owns))
+    laid_out = [shape and found[shape.path] for shape in shapes]
+    return type(layout)(layout.rules, layout.mesh, laid_out, treedef, given, frozenset(owns))
 
 
 def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:

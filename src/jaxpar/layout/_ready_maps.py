@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import public
@@ -17,12 +16,13 @@ from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Integer
 from jaxpar.axis.axis import AxisLike
 from jaxpar.layout._alike import Alike
-from jaxpar.layout._fit import Shaped
+from jaxpar.layout._fit import Shaped, shapes_in
 from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
-from jaxpar.layout._paths import arrays_of, key_of, pattern_of, without_numbers
+from jaxpar.layout._paths import key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
+from jaxpar.layout._quantized import trimmed
 from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown
 from jaxpar.layout._split import Interleaved
@@ -100,6 +100,7 @@ def fully_sharded(
     arrays = shaped(params)
     layers = _layers(stacked, arrays, within)
     tables = {table.array.path for table in WeightGroups(arrays, {}, layers).tables}
+    scales = {array.values.path: array.shape for array in arrays if array.values is not None}
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
         count = size_of(mesh, names)
@@ -108,8 +109,13 @@ def fully_sharded(
         if not array.shape[first:] or prod(array.shape) < max(least, 1) or done & set(names):
             return {}
 
-        def rank(dim: int) -> tuple[bool, int]:
-            return bool(axes_of(taken[dim])), -array.shape[dim]
+        def rank(dim: int) -> tuple[bool, bool, int]:
+            return bool(axes_of(taken[dim])), repeats(dim), -array.shape[dim]
+
+        def repeats(dim: int) -> bool:
+            size, parts = array.shape[dim], count * size_of(mesh, axes_of(taken[dim]))
+            several = [n for n in scales.get(array.path, ())[dim : dim + 1] if 1 < n < size]
+            return any(n % parts or size % n for n in several)
 
         fitting = [
             dim
@@ -334,11 +340,7 @@ def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutPr
 
 
 def shaped(params: Any) -> list[Shaped]:
-    return [
-        Shaped(leaf[0], tuple(jnp.shape(leaf[1])), jnp.result_type(leaf[1]))
-        for leaf in arrays_of(params)[0]
-        if leaf is not None
-    ]
+    return list(filter(None, shapes_in(params)[0]))
 
 
 def extended(
@@ -352,6 +354,11 @@ def extended(
     specs: dict[str, tuple[Any, ...]] = {}
     groups: dict[str, Alike] = defaultdict(lambda: Alike(in_keys=True))
     for array in shaped(params):
+        if array.values is not None:  # scales are laid out as their values are
+            sizes = zip(specs.get(array.values.path, ()), array.shape, strict=False)
+            specs[array.path] = trimmed(entry if size > 1 else None for entry, size in sizes)
+            groups[without_numbers(array.path)].add(array.path, specs[array.path])
+            continue
         taken = _taken(within, array, problems)
         added = dims(array, taken)
         if isinstance(added, LayoutProblem):
@@ -368,9 +375,7 @@ def extended(
             )
             continue
         entries = [_with(entry, added.get(dim, ())) for dim, entry in enumerate(taken)]
-        while entries and not entries[-1]:
-            entries.pop()
-        specs[array.path] = tuple(map(shown, entries))
+        specs[array.path] = trimmed(map(shown, entries))
         groups[without_numbers(array.path)].add(array.path, specs[array.path])
     refuse(problems)
     rules = {groups[without_numbers(p)].pattern(p): PartitionSpec(*s) for p, s in specs.items()}

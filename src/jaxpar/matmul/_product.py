@@ -17,7 +17,7 @@ from jaxpar.arguments.dtypes import (
     result_dtype,
     sum_dtype,
 )
-from jaxpar.axis.quantized import Quantized, spread
+from jaxpar.axis.quantized import Quantized, read_as, spread
 
 # Einsum labels, known while tracing, name the dimensions of arrays. A label has one size in all
 # arrays, except the ring's label. So annotations only tell which array has which shape.
@@ -83,7 +83,7 @@ def _multiply_quantized(
     sums = partial_dtype(arithmetic, right, right)  # int8 values are summed in the partner's
     scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
     if sums.itemsize < 4 or not set(scaled) <= set(product.out):
-        return multiply(arithmetic, product, left.dequantized(given), right, dtype)
+        return multiply(arithmetic, product, read_as(left, given), right, dtype)
     out = multiply(arithmetic, product, left.values.astype(given), right)  # unscaled
     kept = [name for name in product.left if name in product.out]
     within = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxpar.axis.quantized import Quantized
+from jaxpar.axis.quantized import Quantized, read_as
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
@@ -146,7 +146,7 @@ class Naive(Way):
             return lax.all_to_all(split_dim(x, dim, self.ring.size), self.ring.names, dim, 0)
 
         wide = jax.tree.map(apart, sums)
-        return jnp.sum(replace(wide, dtype=wide.scales.dtype).dequantized(), axis=0)
+        return jnp.sum(read_as(wide, wide.scales.dtype), axis=0)
 
     @in_scope
     def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.types import Leaf
-from jaxpar.axis.quantized import Quantized, spread
+from jaxpar.axis.quantized import Quantized, read_as, spread
 from jaxpar.compiler.compat import optimization_barrier
 
 
@@ -36,7 +36,7 @@ class Scales:
         return positions.of_blocks(self.whole, self.dim, self.length)
 
     def read(self, values: Array, scales: Array) -> Array:
-        return Quantized(values, scales, dtype=self.dtype).dequantized()
+        return read_as(Quantized(values, scales), self.dtype)
 
 
 def gather_scales(
