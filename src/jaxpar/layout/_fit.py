@@ -52,7 +52,7 @@ def shapes_in(tree: Any, name: str = "params") -> tuple[list[Shaped | None], Any
     leaves, treedef = arrays_of(tree, name)
     arrays = [leaf and Shaped(*described(*leaf)) for leaf in leaves]
     if "jaxpar.axis.quantized" in sys.modules:  # otherwise the tree has none
-        from jaxpar.layout._quantized import with_values
+        from jaxpar.layout._scale_dims import with_values
 
         arrays = with_values(tree, arrays)
     return arrays, treedef
@@ -80,22 +80,21 @@ def fit(
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
-        if array.values is not None:
-            from jaxpar.layout._quantized import laid_like_values
+        laid = None
+        if len(keys) > 1:
+            problems.append(_of_several(array, keys))
+        elif array.values is not None:
+            from jaxpar.layout._scale_dims import laid_like_values
 
-            laid = laid_like_values(array, by_path[array.values.path], rules, keys, problems)
-        elif len(keys) == 1:
+            laid = laid_like_values(array, by_path[array.values.path], rules, problems)
+        elif keys:
             placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh))
             laid = known.get((keys[0], array.shape)) or placed[-1].lay(problems)
             if laid is not None:
                 known[keys[0], array.shape] = laid
                 laid = replace(laid, path=array.path, dtype=array.dtype)
-        else:
-            laid = None
-            if keys:
-                problems.append(of_several(array, keys))
-            elif strict:
-                problems.append(_of_none(array, near.hint(array.path)))
+        elif strict:
+            problems.append(_of_none(array, near.hint(array.path)))
         found.append(laid or replicated(array, mesh))
         by_path[array.path] = found[-1]
     if strict:
@@ -106,7 +105,7 @@ def fit(
     return found, problems
 
 
-def of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
+def _of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
     return array.problem(
         f"{array} is matched by {len(keys)} rules: {', '.join(map(repr, keys))}",
         "narrow one of them, or give the path itself as a key, which goes first",

@@ -26,7 +26,6 @@ from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
 from jaxpar.layout._fit import Shaped, fit, shapes_in
 from jaxpar.layout._layout_error import refuse
-from jaxpar.layout._like import like
 from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, part_of
 from jaxpar.layout._rule import nearest
@@ -411,6 +410,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Source: Rajbhandari et al., "ZeRO" (2020).
         """
+        from jaxpar.layout._like import like
+
         return like(self, tree, rules)
 
     @public

@@ -61,10 +61,14 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
                 problems.append(padded)
             else:
                 found[array.path] = padded
-    if scales:
-        from jaxpar.layout._quantized import scales_like
+    for array in scales:
+        from jaxpar.layout._scale_dims import laid_like_values, without_padding
 
-        found |= scales_like(layout, scales, found, rules, problems)
+        values, own = array.values and found.get(array.values.path), array_like(layout, array)
+        if values:
+            array = replace(array, shape=own.shape if own else without_padding(array, values))
+            laid = laid_like_values(array, values, rules, problems)
+            found[array.path] = laid or replicated(array, layout.mesh)
     refuse(problems)
     given = jax.tree.leaves(tree)
     laid_out = [shape and found[shape.path] for shape in shapes]

@@ -22,9 +22,8 @@ from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of
 from jaxpar.layout._paths import key_of, pattern_of, without_numbers
 from jaxpar.layout._patterns import Pattern
-from jaxpar.layout._quantized import trimmed
 from jaxpar.layout._roles import WeightGroups
-from jaxpar.layout._rule import Axes, Entry, axes_of, shown
+from jaxpar.layout._rule import Axes, Entry, axes_of, shown, trimmed
 from jaxpar.layout._split import Interleaved
 from jaxpar.layout._tensor_dims import TensorDims
 

@@ -151,3 +151,10 @@ def shown(entry: Entry) -> Any:
     if not isinstance(entry, tuple):
         return entry
     return None if not entry else entry[0] if len(entry) == 1 else entry
+
+
+def trimmed(entries: Iterable[Any]) -> tuple[Any, ...]:
+    left = list(entries)
+    while left and left[-1] is None:
+        left.pop()
+    return tuple(left)

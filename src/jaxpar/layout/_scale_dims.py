@@ -6,7 +6,7 @@ are fewer than devices, or blocks cross devices' edges, scales are repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,12 @@ from jaxpar.axis.padding import AnyArray, Entries, PaddedDim
 from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.scale_blocks import block_sizes
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._fit import Shaped, of_several, replicated
 from jaxpar.layout._layout_error import LayoutProblem
-from jaxpar.layout._like import array_like
 from jaxpar.layout._paths import key_of, path_text
-from jaxpar.layout._rule import Axes, Rule, axes_of
+from jaxpar.layout._rule import Axes, Rule, axes_of, trimmed
 
 if TYPE_CHECKING:
-    from jaxpar.layout._layout import Layout
+    from jaxpar.layout._fit import Shaped
     from jaxpar.layout._map import LayoutMap
 
 
@@ -123,46 +121,24 @@ def _one_for_each(parts: np.ndarray) -> tuple[int, ...]:
 
 
 def laid_like_values(
-    array: Shaped,
-    values: ArrayLayout,
-    rules: LayoutMap | None,
-    keys: Sequence[str],
-    problems: list[LayoutProblem],
+    array: Shaped, values: ArrayLayout, rules: LayoutMap | None, problems: list[LayoutProblem]
 ) -> ArrayLayout | None:
     """Returns the layout of scales; adds what is wrong with it, or with rules that match them."""
     laid = scales_layout(array, values)
     if isinstance(laid, LayoutProblem):
         problems.append(laid)
         return None
-    if len(keys) > 1:
-        problems.append(of_several(array, keys))
-    elif rules is not None and keys:
-        wrong = _at_odds(array, laid, values, keys[0], rules.rule(keys[0]))
-        problems += [wrong] if wrong else []
+    if rules is not None:
+        for key in rules.matching(array.path):
+            wrong = _at_odds(array, laid, values, key, rules.rule(key))
+            problems += [wrong] if wrong else []
     return laid
 
 
-def scales_like(
-    layout: Layout,
-    scales: Sequence[Shaped],
-    found: Mapping[str, ArrayLayout],
-    rules: LayoutMap | None,
-    problems: list[LayoutProblem],
-) -> dict[str, ArrayLayout]:
-    """Returns the layouts of scales beside values like the parameters'."""
-    laid: dict[str, ArrayLayout] = {}
-    for array in scales:
-        values = array.values and found.get(array.values.path)
-        if not values:
-            continue
-        parameter = array_like(layout, array)
-        sizes = zip(array.shape, values.padded_shape, values.shape, strict=False)
-        shape = tuple(size if count == padded else count for count, padded, size in sizes)
-        array = replace(array, shape=parameter.shape if parameter else shape)
-        keys = rules.matching(array.path) if rules is not None else ()
-        own = laid_like_values(array, values, rules, keys, problems)
-        laid[array.path] = own or replicated(array, layout.mesh)
-    return laid
+def without_padding(array: Shaped, values: ArrayLayout) -> tuple[int, ...]:
+    """Returns the shape of scales beside values that may be padded."""
+    sizes = zip(array.shape, values.padded_shape, values.shape, strict=False)
+    return tuple(size if count == padded else count for count, padded, size in sizes)
 
 
 def _at_odds(
@@ -189,10 +165,3 @@ def _at_odds(
         f"{values.path!r} is, by {values.rule!r}: here {laid.spec}",
         f"leave the rule out, or add {key_of(array.path)!r}: {tuple(laid.spec)!r}",
     )
-
-
-def trimmed(entries: Iterable[Any]) -> tuple[Any, ...]:
-    trimmed = list(entries)
-    while trimmed and trimmed[-1] is None:
-        trimmed.pop()
-    return tuple(trimmed)
