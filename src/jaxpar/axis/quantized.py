@@ -14,7 +14,7 @@ from jaxpar.arguments.calls import called, naming, readable, type_error
 from jaxpar.arguments.checks import as_array, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
 from jaxpar.arguments.on_demand import open_types
-from jaxpar.arguments.types import Integer, Leaf
+from jaxpar.arguments.types import Leaf
 
 if TYPE_CHECKING:
     MaybeQuantized: TypeAlias = "Array | Quantized"
@@ -37,8 +37,9 @@ class Quantized:
         one for each position.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
       dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
-      block: entries of a block; the last block of a dimension may have fewer. None: as shapes tell,
-        576 entries with 5 scales have blocks of 128; 192 with 2 are refused (96, or 128 and 64).
+      block: entries of a block, or those along each dimension; the last block may have fewer.
+        None: as shapes tell. 5 scales of 576 entries are of blocks of 128; 2 of 192 are refused
+        (96 and 96, or 128 and 64).
 
     Raises (at its use):
       ValueError: scales of another rank, or that are no blocks, or two kinds of blocks.
@@ -54,13 +55,15 @@ class Quantized:
     # The array before it was rounded, if the derivative is to ignore the rounding.
     exact: Leaf | None = None
     dtype: DTypeLike = field(default="bfloat16", kw_only=True, metadata={"static": True})
-    block: Integer | None = field(default=None, kw_only=True, metadata={"static": True})
+    block: Integer | tuple[Integer, ...] | None = field(
+        default=None, kw_only=True, metadata={"static": True}
+    )
 
     def __post_init__(self) -> None:
         with naming("Quantized"):
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
-            if self.block is not None:
-                object.__setattr__(self, "block", check_whole("block", self.block, 1))
+            for size in self.block if isinstance(self.block, tuple) else [self.block or 1]:
+                check_whole("block", size, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:

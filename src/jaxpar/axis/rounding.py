@@ -14,7 +14,7 @@ from jaxpar.arguments.calls import public, type_error
 from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.quantized import Quantized, read_as, spread
+from jaxpar.axis.quantized import Quantized, spread
 
 # Shorter rows are few bytes, such as the experts' weights of tokens, or scales: keep them exact.
 SHORT = 32
@@ -126,21 +126,15 @@ def straight_through(wire: Any, x: Any, dim: int) -> Any:
     return replace(codes, exact=x) if codes is not x else x
 
 
-def decoded(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: read_as(x, x.dtype) if _is_quantized(x) else x, tree, is_leaf=_is_quantized
-    )
-
-
 def scales_among(tree: Any) -> list[bool]:
     """Returns for each leaf whether it is scales."""
 
     def marks(x: Any) -> Any:
         marked = jax.tree.map(lambda _: False, x)
-        return replace(marked, scales=True) if _is_quantized(x) else marked
+        return replace(marked, scales=True) if is_quantized(x) else marked
 
-    return jax.tree.leaves(jax.tree.map(marks, tree, is_leaf=_is_quantized))
+    return jax.tree.leaves(jax.tree.map(marks, tree, is_leaf=is_quantized))
 
 
-def _is_quantized(x: Any) -> bool:
+def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)

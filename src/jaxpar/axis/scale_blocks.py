@@ -3,64 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.calls import value_error
-
-if TYPE_CHECKING:
-    from jaxpar.axis.quantized import Quantized
+from jaxpar.axis.quantized import Quantized
 
 Shape = tuple[int, ...]
+Block = int | Shape | None
 # Sizes in published files, in which the last block of a dimension may be smaller.
 PUBLISHED = (16, 32, 64, 128, 256)
 
 
-def block_sizes(argument: str, shape: Shape, scales: Shape, block: int | None) -> Shape:
+def block_sizes(argument: str, shape: Shape, scales: Shape, block: Block) -> Shape:
     """Returns the block's size along each dimension; refuses shapes that leave it open."""
-    told = f"{argument} have local shape {scales} for values of {shape}"
+    told = f"{argument} have local shape {scales} for values of {shape}: "
     if len(scales) != len(shape):
         ranks = f"{len(scales)} dimensions for {len(shape)}"
-        raise value_error(f"{told}: {ranks}; {_with_rank(shape, scales)}")
-    return tuple(
-        _block_size(told, dim, size, count, block)
-        for dim, (size, count) in enumerate(zip(shape, scales, strict=True))
-    )
+        raise value_error(f"{told}{ranks}; {_with_rank(shape, scales)}")
+    readings = _readings(shape, scales, block)
+    if all(len(sizes) == 1 for sizes in readings):
+        return tuple(size for (size,) in readings)
+    texts: list[str] = []
+    for dim, (size, count, found) in enumerate(zip(shape, scales, readings, strict=True)):
+        along = f"{count} for {size} entries along dimension {dim} are"
+        if not found:
+            of = "" if block is None else f" of {block}"
+            raise value_error(
+                f"{told}{along} no blocks{of}; give one scale, one for each entry, or one for each "
+                "block, of these values: in jax.shard_map, of this device's"
+            )
+        blocks = [f"{n} (the last of {size % n})" if size % n else f"{n}" for n in found]
+        texts += [f"{along} blocks of {', or of '.join(blocks)}"] if len(found) > 1 else []
+    ways = [f"Quantized(..., block={_as_block(shape, scales, of)})" for of in product(*readings)]
+    raise value_error(f"{told}{', and '.join(texts)}; say which, {' or '.join(ways)}")
 
 
-def _block_size(told: str, dim: int, size: int, count: int, block: int | None) -> int:
-    readings = _readings(size, count, block)
-    if len(readings) == 1:
-        return readings[0]
-    along = f"{told}: {count} for {size} entries along dimension {dim}"
-    if readings:
-        even, partial = readings
-        raise value_error(
-            f"{along} are blocks of {even}, or of {partial}, the last of {size % partial}; say "
-            f"which, Quantized(..., block={even}) or Quantized(..., block={partial})"
-        )
-    of = f" of {block}, which are {-(-size // block)}" if block else ""
-    raise value_error(
-        f"{along} are no blocks{of}; give one scale, one for each entry, or one for each block, of "
-        "these values: in jax.shard_map, of this device's"
-    )
+def _readings(shape: Shape, scales: Shape, block: Block) -> list[Shape]:
+    by_dim = [*block] if isinstance(block, tuple) else [block] * len(shape)
+    by_dim = ([None] * len(shape) + by_dim)[-len(shape) :]  # stacks have more dimensions
+    return [_along(*sizes) for sizes in zip(shape, scales, by_dim, strict=False)]
 
 
-def _readings(size: int, count: int, block: int | None) -> Shape:
+def _along(size: int, count: int, block: int | None) -> Shape:
     if count in (1, size):
         return (max(size, 1) if count == 1 else 1,)
     if not 1 < count < size:
         return ()
-    even = () if size % count else (size // count,)
-    if block is None:
-        partial = (b for b in PUBLISHED if -(-size // b) == count)
-        return tuple(dict.fromkeys((*even, *partial)))
-    if -(-size // block) == count:
+    if block is not None and -(-size // block) == count:
         return (block,)
-    return even if even and block % even[0] == 0 else ()  # scales that were repeated
+    even = () if size % count else (size // count,)
+    if even and block is not None and block % even[0] == 0:
+        return even  # of scales that were repeated
+    partial = (n for n in PUBLISHED if -(-size // n) == count)
+    return tuple(dict.fromkeys((*even, *partial))) if even or block is None else ()
+
+
+def _as_block(shape: Shape, scales: Shape, sizes: Shape) -> Block:
+    """Returns what tells these sizes: one of them where that is enough."""
+    wanted = [(size,) for size in sizes]
+    several = (n for n, count, size in zip(sizes, scales, shape, strict=True) if 1 < count < size)
+    return next((n for n in several if _readings(shape, scales, n) == wanted), sizes)
 
 
 def _with_rank(shape: Shape, scales: Shape) -> str:
@@ -73,7 +81,7 @@ def _with_rank(shape: Shape, scales: Shape) -> str:
     fitting = [
         f"{(*ones[:dim], count, *ones[dim + 1 :])} if they are along dimension {dim}"
         for dim, size in enumerate(shape)
-        if _readings(size, count, None)
+        if _along(size, count, None)
     ]
     return f"reshape them to {', or '.join(fitting) or 'the rank of the values'}"
 
@@ -88,3 +96,25 @@ def with_equal_blocks(argument: str, x: Quantized) -> Quantized:
             scales = jnp.repeat(scales, block // part, axis=dim)
             scales = lax.slice_in_dim(scales, 0, size // part, axis=dim)
     return replace(x, scales=scales, block=None)
+
+
+def told_blocks(local: Any, whole: Any) -> Any:
+    """Returns a gathered tree; tells the blocks of scales that shapes alone would not."""
+    return jax.tree.map(_told, local, whole, is_leaf=lambda x: isinstance(x, Quantized))
+
+
+def _told(x: Any, whole: Any) -> Any:
+    if not isinstance(x, Quantized) or x.scales.shape == whole.scales.shape:
+        return whole
+    sizes = block_sizes("scales", x.shape, x.scales.shape, x.block)
+    for dim, (own, size) in enumerate(zip(x.shape, sizes, strict=True)):
+        if own % size and own != whole.shape[dim]:
+            raise value_error(
+                f"scales have local shape {x.scales.shape} for values of {x.shape}: a device's "
+                f"{own} entries along dimension {dim}, which is gathered, are no whole blocks of "
+                f"{size}; shard the array by Layout.place, which repeats scales at such edges"
+            )
+    ways = (x.block, None, _as_block(whole.shape, whole.scales.shape, sizes))
+    wanted = [(size,) for size in sizes]
+    shapes = whole.shape, whole.scales.shape
+    return replace(whole, block=next(b for b in ways if _readings(*shapes, b) == wanted))

@@ -121,7 +121,10 @@ def all_gather(
         return blocks.gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
     leaves, treedef = jax.tree.flatten(x)
-    return treedef.unflatten(map(gather, leaves, scales_among(x)))
+    whole = treedef.unflatten(map(gather, leaves, scales_among(x)))
+    from jaxpar.axis.scale_blocks import told_blocks
+
+    return told_blocks(x, whole) if tiled else whole
 
 
 @public

@@ -55,7 +55,10 @@ def bind_shards(
 ) -> Shards:
     """Binds leaves' sharding. `scales` marks quantized values' scales."""
     counted: list[int | None] = []
-    for x, dim in zip(leaves, dims, strict=True):
+    scales = [False] * len(leaves) if scales is None else scales
+    for x, dim, of_values in zip(leaves, dims, scales, strict=True):
+        if of_values and checks_varying(ring.names) and not {*ring.names} & {*varying_axes(x)}:
+            dim = None  # a type says that each device has all scales
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
@@ -63,7 +66,6 @@ def bind_shards(
     shapes, what = tuple(x.shape for x in cut), " and ".join(sorted({str(x.dtype) for x in cut}))
     stages = choose_stages(Problem("weights", ring, shapes, what=what))
     join = all(way.relays for way in stages)
-    scales = [False] * len(leaves) if scales is None else scales
     groups = group_leaves(leaves, counted, scales, size=ring.size, join=join)
     groups = tuple(
         group if scales[group.members[0]] else _in_dtypes(group, leaves, ring) for group in groups
@@ -138,7 +140,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     dims, ring = broadcast_dim(dim, tree), bind(axis, gathers=True)
     shards = bind_shards(leaves, dims, ring, scales_among(tree))
     check_own_leaves("tree", tree, ring, "a shard", OR_WHOLE, dims)
-    return treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves)))
+    from jaxpar.axis.scale_blocks import told_blocks
+
+    return told_blocks(tree, treedef.unflatten(gather_shards(shards, vary_sharded(shards, leaves))))
 
 
 def whole_bias(

@@ -20,6 +20,7 @@ from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree, TreeDim
 from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.rounding import scales_among
+from jaxpar.axis.scale_blocks import told_blocks
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.compiler.jaxprs import type_of
@@ -206,8 +207,8 @@ def fsdp_scan(
     check_own_leaves("stacked_params", stacked_params, ring, "a shard", OR_WHOLE, dims)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
-        given = params_tree.unflatten(weights), state_tree.unflatten(state)
-        out = of_user(layer_fn, "layer_fn")(*given)
+        params = told_blocks(params_tree.unflatten(own), params_tree.unflatten(weights))
+        out = of_user(layer_fn, "layer_fn")(params, state_tree.unflatten(state))
         return _check_state(x, out)
 
     def trace_layer(stacked: Arrays, state: Arrays) -> Any:

@@ -145,11 +145,11 @@ class ArrayLayout:
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Pads with zeros to `padded_shape`, and interleaves layers. Keys get zero bits."""
-        return self._changed(PaddedDim.pad, array, self.spec)
+        return self._changed(lambda dim, *given: dim.pad(*given), array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
         """Removes padding, and puts layers in the model's order."""
-        return self._changed(PaddedDim.unpad, array, self.logical_spec)
+        return self._changed(lambda dim, *given: dim.unpad(*given), array, self.logical_spec)
 
     def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
         if self.is_plain:

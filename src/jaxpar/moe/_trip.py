@@ -16,7 +16,8 @@ from jaxtyping import Shaped, UInt
 
 from jaxpar.arguments.dtypes import LowBit
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.rounding import decoded, encoded
+from jaxpar.axis.quantized import read_as
+from jaxpar.axis.rounding import encoded, is_quantized
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.compiler.derivatives import linear_pair
@@ -230,7 +231,10 @@ def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
         return exchange_rows(carrier, buffer, trip.there, how.ring)
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], how.capacity)
-    arrived = jax.tree.leaves(decoded(treedef.unflatten(arrived)))
+    arrived = [
+        read_as(x, x.dtype)
+        for x in jax.tree.leaves(treedef.unflatten(arrived), is_leaf=is_quantized)
+    ]
     if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         row = jnp.arange(how.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
