@@ -1,6 +1,21 @@
-"""Readable times and sizes."""
+"""Sizes of arrays, and readable times and sizes."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
 
 from jaxpar.arguments.types import Number
+
+
+def bytes_of(shape: Sequence[int], dtype: Any) -> int:
+    """Returns an array's bytes on a device, where numbers of 2 and 4 bits share bytes."""
+    bits = 8 * dtype.itemsize
+    if dtype.itemsize == 1 and dtype != bool:
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        bits = int(jnp.iinfo(dtype).bits if whole else jnp.finfo(dtype).bits)
+    return -(-prod(shape) * bits // 8)
 
 
 def size_text(size: Number) -> str:

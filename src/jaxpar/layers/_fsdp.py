@@ -50,12 +50,9 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
     return scatter_sums(shards, None, gradients)
 
 
-def bind_shards(
-    leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool] | None = None
-) -> Shards:
+def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool]) -> Shards:
     """Binds leaves' sharding. `scales` marks quantized values' scales."""
     counted: list[int | None] = []
-    scales = [False] * len(leaves) if scales is None else scales
     for x, dim, of_values in zip(leaves, dims, scales, strict=True):
         if of_values and checks_varying(ring.names) and not {*ring.names} & {*varying_axes(x)}:
             dim = None  # a type says that each device has all scales

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.arguments.calls import readable
+from jaxpar.arguments.units import bytes_of
 from jaxpar.axis.padding import AnyArray, Entries, PaddedDim
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._mesh import size_of
@@ -99,7 +99,7 @@ class ArrayLayout:
     @property
     def bytes_per_device(self) -> int:
         """Returns a block's bytes, with padding."""
-        return prod(self.local_shape) * itemsize(self.dtype)
+        return bytes_of(self.local_shape, self.dtype)
 
     @property
     def shards(self) -> int:
@@ -204,14 +204,6 @@ def axes_by_dim(
 ) -> tuple[tuple[str, ...], ...]:
     given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     return (*given, *[()] * (rank - len(given)))
-
-
-def itemsize(dtype: Any) -> int:
-    """Returns an entry's bytes. Keys count their words."""
-    if is_key(dtype):
-        words = words_of(dtype)
-        return prod(words.shape) * words.dtype.itemsize
-    return np.dtype(dtype).itemsize
 
 
 def _is_narrow(dtype: Any) -> bool:

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming
 from jaxpar.arguments.types import AnyMesh
-from jaxpar.arguments.units import size_text
+from jaxpar.arguments.units import bytes_of, size_text
 from jaxpar.axis.padding import PaddedDim
-from jaxpar.layout._array_layout import ArrayLayout, itemsize
+from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._layout_error import LayoutProblem, shape_text
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._named_sizes import NamedSizes
@@ -41,7 +41,7 @@ class Shaped:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * itemsize(self.dtype)
+        return bytes_of(self.shape, self.dtype)
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
         return LayoutProblem(self.path, None, text, remedy)

@@ -231,10 +231,8 @@ def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
         return exchange_rows(carrier, buffer, trip.there, how.ring)
 
     arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], how.capacity)
-    arrived = [
-        read_as(x, x.dtype)
-        for x in jax.tree.leaves(treedef.unflatten(arrived), is_leaf=is_quantized)
-    ]
+    arrived = jax.tree.leaves(treedef.unflatten(arrived), is_leaf=is_quantized)
+    arrived = [read_as(x, x.dtype) for x in arrived]
     if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
         row = jnp.arange(how.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from jaxpar.arguments.calls import readable
+from jaxpar.arguments.units import bytes_of
 from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.compiler.jit import enclosing
 
@@ -118,7 +118,7 @@ def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
 
 
 def _bytes(aval: Any) -> int:
-    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
+    return bytes_of(aval.shape, aval.dtype)
 
 
 @readable

@@ -19,6 +19,7 @@ from jaxpar.arguments.types import Integer as Integer
 from jaxpar.arguments.types import MeshAxes as MeshAxes
 from jaxpar.arguments.types import Mode as Mode
 from jaxpar.arguments.types import Number as Number
+from jaxpar.arguments.units import bytes_of as bytes_of
 from jaxpar.arguments.units import size_text as size_text
 from jaxpar.arguments.units import us as us
 from jaxpar.axis.axis import IN_TURNS as IN_TURNS

@@ -17,6 +17,7 @@ from jaxpar.tools.layouts.classes import (
     Tokens,
     weights_of,
 )
+from jaxpar.tools.private_names import bytes_of
 
 
 class Steps(Classes):
@@ -168,7 +169,7 @@ class Steps(Classes):
 
     def bytes_of(self, atom: Any) -> float:
         """Returns the bytes in all iterations of loops."""
-        return self.times * atom.aval.size * atom.aval.dtype.itemsize
+        return self.times * bytes_of(atom.aval.shape, atom.aval.dtype)
 
     def rows_of(self, e: Any) -> list[int]:
         """Returns the dimensions from a gather's indices."""
