@@ -405,13 +405,14 @@ ROWS = Quantized(P("tp"), P("tp"))
         (
             Quantized(CODES.values, np.ones((8, 7), "float32")),
             ValueError,
-            r"lhs.scales have local shape \(2, 7\), which does not divide that of the values, "
-            r"\(2, 48\); each dimension must divide the values' own",
+            r"lhs.scales have local shape \(2, 7\) for values of \(2, 48\): 7 for 48 entries along "
+            "dimension 1 are no blocks; give one scale, one for each entry, or one for each block",
         ),
         (
             Quantized(CODES.values, np.ones(8, "float32")),
             ValueError,
-            r"lhs.scales have local shape \(2,\), which does not divide",
+            r"lhs.scales have local shape \(2,\) for values of \(2, 48\): 1 dimensions for 2; "
+            r"reshape them to \(2, 1\) if they are along dimension 0",
         ),
         (
             Quantized(np.ones((16, 48), "int8"), np.ones((8, 1), "float32")),

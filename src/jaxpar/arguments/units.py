@@ -12,9 +12,9 @@ from jaxpar.arguments.types import Number
 def bytes_of(shape: Sequence[int], dtype: Any) -> int:
     """Returns an array's bytes on a device, where numbers of 2 and 4 bits share bytes."""
     bits = 8 * dtype.itemsize
-    if dtype.itemsize == 1 and dtype != bool:
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        bits = int(jnp.iinfo(dtype).bits if whole else jnp.finfo(dtype).bits)
+    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
+        if jnp.issubdtype(dtype, kind) and info(dtype).bits in (2, 4):
+            bits = info(dtype).bits
     return -(-prod(shape) * bits // 8)
 
 

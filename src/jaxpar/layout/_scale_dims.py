@@ -24,6 +24,7 @@ from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._paths import key_of, path_text
 from jaxpar.layout._rule import Axes, Rule, axes_of, trimmed
+from jaxpar.layout._split import Split
 
 if TYPE_CHECKING:
     from jaxpar.layout._fit import Shaped
@@ -146,7 +147,7 @@ def _at_odds(
 ) -> LayoutProblem | None:
     """Returns the problem of a rule that would lay out scales unlike their values."""
     entries = [*map(axes_of, rule.entries), *[()] * len(array.shape)]
-    if rule.action is not None and rule.mesh_axes:
+    if isinstance(rule.action, Split):  # its dimension may count from the end
         entries = [*[()] * (rule.action.dim % len(array.shape)), rule.mesh_axes, *entries]
     mesh = laid.mesh.shape
 

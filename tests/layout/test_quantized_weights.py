@@ -1,0 +1,415 @@
+"""The parts of a `Quantized` are one array: its scales lie as its values do, everywhere."""
+
+import ast
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar import Quantized, all_gather, layers, make_mesh, quantize
+from jaxpar.layout import (
+    Interleaved,
+    LayoutError,
+    LayoutMap,
+    Padded,
+    Split,
+    data_parallel,
+    expert_parallel,
+    fully_sharded,
+    tensor_parallel,
+)
+
+MESHES = {
+    "fsdp=8": "fsdp",
+    "fsdp=4,tp=2": ("fsdp", "tp"),
+    "fsdp=3": "fsdp",
+}
+
+
+def mesh_of(text):
+    count = int(np.prod([int(size) for size in re.findall(r"\d+", text)]))
+    return make_mesh(text, devices=jax.devices()[:count])
+
+
+def weight(shape, scales, block=None, dtype="int8"):
+    rng = np.random.default_rng(sum(shape) + len(scales))
+    values = rng.integers(-100, 100, shape) if dtype == "int8" else rng.normal(size=shape)
+    return Quantized(
+        jnp.asarray(values.astype(jnp.dtype(dtype))),
+        jnp.asarray(rng.uniform(1, 2, scales), "float32"),
+        dtype="float32",
+        block=block,
+    )
+
+
+def read(w, blocks):
+    """Values times scales in NumPy, for the block along each dimension."""
+    scales = np.asarray(w.scales)
+    for dim, (size, block) in enumerate(zip(w.shape, blocks, strict=True)):
+        entries = np.arange(size) // block if scales.shape[dim] > 1 else np.zeros(size, int)
+        scales = np.take(scales, entries, axis=dim)
+    return np.asarray(w.values).astype("float32") * scales
+
+
+# Shapes of values and scales, the `block` that is told, and the block along each dimension.
+WEIGHTS = {
+    "of all": ((48, 96), (1, 1), None, (48, 96)),
+    "of a row": ((48, 96), (48, 1), None, (1, 96)),
+    "of a column": ((48, 96), (1, 96), None, (48, 1)),
+    "of each": ((48, 96), (48, 96), None, (1, 1)),
+    "fewer than devices": ((96, 72), (3, 1), None, (32, 72)),
+    "blocks of 16": ((48, 192), (48, 12), None, (1, 16)),
+    "squares of 64": ((256, 192), (4, 3), None, (64, 64)),
+    "a part of 128": ((312, 144), (3, 2), 128, (128, 128)),
+    "a part of 128, as shapes tell": ((576, 24), (5, 1), None, (128, 24)),
+    "two blocks of 96": ((192, 24), (2, 1), 96, (96, 24)),
+    "96, or 128 and 64": ((192, 192), (2, 2), (96, 128), (96, 128)),
+}
+KINDS = [
+    (of, dtype) for n, of in enumerate(WEIGHTS) for dtype in (("int8", "float8_e4m3fn")[n % 2],)
+]
+
+
+def as_rows_of(layout, array):
+    return array[tuple(slice(0, size) for size in layout["w/values"].shape)]
+
+
+@pytest.mark.parametrize("text", MESHES)
+@pytest.mark.parametrize(("of", "dtype"), KINDS)
+def test_each_device_reads_its_own_part(of, dtype, text):
+    """Under jit, in shard_map, and gathered, along every dimension, with padding where needed."""
+    shape, scales, block, blocks = WEIGHTS[of]
+    mesh, axis = mesh_of(text), MESHES[text]
+    w = weight(shape, scales, block, dtype)
+    wanted = read(w, blocks)
+    np.testing.assert_array_equal(w.dequantized(), wanted)
+    for dim in (0, 1):
+        entry = Padded(axis) if shape[dim] % mesh.size else axis
+        layout = LayoutMap({"w/.*": (None,) * dim + (entry,)}).layout({"w": w}, mesh)
+        placed = layout.place({"w": w})["w"]
+        spec = layout["w/values"].spec
+
+        def gathered(w, dim=dim):
+            whole = layers.fsdp_gather(w, axis, dim=dim)
+            return w.dequantized(), jax.tree.map(lambda x: x[None], whole.dequantized())
+
+        mapped = jax.shard_map(
+            gathered,
+            mesh=mesh,
+            in_specs=(layout.specs["w"],),
+            out_specs=(spec, P(axis)),
+            check_vma=bool(dim),
+        )
+        found = jax.jit(lambda w: (w.dequantized(), *mapped(w)))(placed)  # noqa: B023
+        for x in (*found[:2], *found[2]):
+            np.testing.assert_array_equal(as_rows_of(layout, np.asarray(x)), wanted)
+        back = [layout.gather({"w": placed}), layout.unpad({"w": placed})]
+        for tree in back:
+            jax.tree.map(np.testing.assert_array_equal, tree, {"w": w})
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis", ["fsdp", ("fsdp", "tp")])
+@pytest.mark.parametrize("scales", [(3, 1, 48), (3, 64, 1), (3, 1, 1), (3, 4, 3), (3, 64, 48)])
+def test_a_frozen_base_in_a_scan(scales, axis, check_vma):
+    mesh = make_mesh("fsdp=4,tp=2")
+    base = weight((3, 64, 48), scales)
+    down = weight((3, 48, 64), (scales[0], scales[2], scales[1]))
+    params = {"up": base, "down": down}
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 64)) / 8, "float32")
+    sizes = tuple(size // count for size, count in zip((3, 64, 48), scales, strict=True))
+    up, down = (read(q, of) for q, of in ((base, sizes), (down, (1, sizes[2], sizes[1]))))
+
+    def layer(w, x):
+        return jnp.tanh(x @ (w["up"].dequantized() / 1e3)) @ (w["down"].dequantized() / 1e3)
+
+    wanted = np.asarray(x, "float64")
+    for first, second in zip(up.astype("float64"), down.astype("float64"), strict=True):
+        wanted = np.tanh(wanted @ (first / 1e3)) @ (second / 1e3)
+    rules = fully_sharded(params, mesh, axis=axis, stacked=".*")
+    if axis == "fsdp":
+        rules = tensor_free(rules)
+    layout = rules.layout(params, mesh, strict=axis != "fsdp")
+    mapped = jax.shard_map(
+        lambda w, x: layers.fsdp_scan(layer, w, x, axis, dim=layout.fsdp_dims(axis, stacked=1)),
+        mesh=mesh,
+        in_specs=(layout.specs, P(axis)),
+        out_specs=P(axis),
+        check_vma=check_vma,
+    )
+    found = jax.jit(mapped)(layout.place(params), x)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+
+
+def tensor_free(rules):
+    return LayoutMap(dict(rules))
+
+
+def test_strategies_give_parts_alike():
+    mesh = make_mesh("fsdp=8")
+    params = {
+        "rows": quantize(jnp.ones((64, 512))),
+        "columns": weight((512, 128), (1, 128)),
+        "few": weight((512, 128), (4, 1)),
+        "squares": weight((512, 256), (4, 2)),
+        "plain": jnp.ones((16, 8)),
+    }
+    layout = fully_sharded(params, mesh).layout(params, mesh)
+    specs = {path: tuple(array.spec) for path, array in layout.items()}
+    assert specs == {
+        "rows/values": (None, "fsdp"),  # as one scale serves a row
+        "rows/scales": (),
+        "columns/values": ("fsdp",),
+        "columns/scales": (),
+        "few/values": (None, "fsdp"),  # 8 devices do not divide 4 blocks
+        "few/scales": (),
+        "squares/values": ("fsdp",),
+        "squares/scales": ("fsdp",),  # each of 4 twice, so that each device has its own
+        "plain": ("fsdp",),
+    }
+    assert layout["squares/scales"].padded_shape == (8, 2)
+    experts = {"experts": {"up": weight((8, 64, 96), (8, 1, 96)), "all": weight((8, 4), (1, 1))}}
+    laid = expert_parallel(experts, make_mesh("ep=8")).layout(experts, make_mesh("ep=8"))
+    assert laid["experts/up/scales"].spec == laid["experts/up/values"].spec == P("ep")
+    assert laid["experts/all/scales"].spec == P()
+    both = make_mesh("dp=2,tp=4")
+    mlp = {"up_proj": weight((256, 1024), (2, 8)), "down_proj": weight((1024, 256), (8, 2))}
+    rules = tensor_parallel(mlp, both, within=data_parallel(mlp, both), columns="up.*", rows="do.*")
+    for path, spec in (("up_proj", P(None, "tp")), ("down_proj", P("tp"))):
+        assert {rules.match(f"{path}/{part}") for part in ("values", "scales")} == {spec}
+
+
+# -- refusals, with their edits applied ---------------------------------------------------------
+
+
+def test_a_rule_of_scales_that_differs():
+    mesh, w = make_mesh("tp=8"), weight((512, 128), (4, 1))
+    rules = LayoutMap({".*/values": ("tp",), ".*/scales": P()})
+    with pytest.raises(LayoutError) as error:
+        rules.layout({"down": w}, mesh)
+    text = (
+        "'down/scales' float32[4,1]: rule '.*/scales' is PartitionSpec(), and the scales of a "
+        "`Quantized` are laid out as 'down/values' is, by '.*/values': here PartitionSpec('tp',)"
+    )
+    assert text in str(error.value)
+    edit = re.search(r"or add (.*)$", error.value.problems[0].remedy)[1]
+    edited = rules | ast.literal_eval(f"{{{edit}}}")
+    placed = edited.layout({"down": w}, mesh).place({"down": w})["down"]
+    np.testing.assert_array_equal(placed.dequantized(), read(w, (128, 128)))
+    # Without the rule, it is the same.
+    rules.pop(".*/scales")
+    assert rules.layout({"down": w}, mesh)["down/scales"].spec == P("tp")
+
+
+@pytest.mark.parametrize("entry", ["tp", Padded("tp"), ("tp",)])
+def test_a_rule_of_scales_that_agrees(entry):
+    """Whether it pads follows from the values."""
+    mesh, w = make_mesh("tp=8"), weight((512, 128), (4, 1))
+    rules = LayoutMap({"down/values": ("tp",), "down/scales": (entry, None)})
+    placed = rules.layout({"down": w}, mesh).place({"down": w})["down"]
+    assert placed.scales.ravel().tolist() == np.repeat(w.scales, 2).tolist()
+    np.testing.assert_array_equal(placed.dequantized(), read(w, (128, 128)))
+
+
+def test_a_dimension_that_devices_do_not_divide():
+    """The edit pads values; scales stay with them."""
+    mesh, w = make_mesh("fsdp=8"), weight((129, 65), (129, 1))
+    params = {"w": w}
+    with pytest.raises(LayoutError) as error:
+        fully_sharded(params, mesh)
+    assert [problem.path for problem in error.value.problems] == ["w/values"]
+    edit = re.search(r"in `within`, (.*)$", error.value.problems[0].remedy)[1]
+    names = {"data_parallel": data_parallel, "params": params, "mesh": mesh, "Padded": Padded}
+    layout = fully_sharded(params, mesh, within=eval(edit, names)).layout(params, mesh)
+    placed = layout.place(params)["w"]
+    assert placed.shape == (136, 65)
+    np.testing.assert_array_equal(placed.dequantized()[:129], read(w, (1, 65)))
+    np.testing.assert_array_equal(placed.dequantized()[129:], 0)
+
+
+@pytest.mark.parametrize(("size", "even"), [(192, 96), (448, 112), (960, 120)])
+def test_two_kinds_of_blocks(size, even):
+    """The edit of the error is one of both, and each reads as it says."""
+    count = -(-size // 128)
+    w = weight((size, 256), (count, 2))
+    with pytest.raises(ValueError, match="say which") as error:
+        w.dequantized()
+    rest = f"128 \\(the last of {size % 128}\\)"
+    text = (
+        rf"^Quantized.dequantized: scales have local shape \({count}, 2\) for values of "
+        rf"\({size}, 256\): {count} for {size} entries along dimension 0 are blocks of {even}, or "
+        rf"of {rest}; say which, Quantized\(..., block={even}\) or Quantized\(..., block=128\)"
+    )
+    assert re.search(text, str(error.value))
+    mesh = make_mesh("tp=8")
+    with pytest.raises(LayoutError, match=f"are blocks of {even}, or of {rest}; say which"):
+        LayoutMap({"w/.*": ("tp",)}).layout({"w": w}, mesh)
+    edits = [int(edit) for edit in re.findall(r"block=(\d+)", str(error.value))]
+    assert edits == [even, 128]
+    for block in edits:
+        told = Quantized(w.values, w.scales, dtype="float32", block=block)
+        layout = LayoutMap({"w/.*": ("tp",)}).layout({"w": told}, mesh)
+        placed = layout.place({"w": told})["w"]
+        np.testing.assert_array_equal(placed.dequantized(), read(w, (block, 128)))
+
+
+def test_two_kinds_along_both_dimensions():
+    w = weight((192, 192), (2, 2))
+    with pytest.raises(ValueError, match="along dimension 0 .* along dimension 1") as error:
+        w.dequantized()
+    edits = re.findall(r"block=(\d+|\([^)]*\))\)", str(error.value))
+    assert edits == ["96", "(96, 128)", "(128, 96)", "128"]
+    for edit in map(ast.literal_eval, edits):
+        told = Quantized(w.values, w.scales, dtype="float32", block=edit)
+        sizes = edit if isinstance(edit, tuple) else (edit, edit)
+        np.testing.assert_array_equal(told.dequantized(), read(w, sizes))
+
+
+@pytest.mark.parametrize(
+    ("scales", "text"),
+    [
+        ((), r"\(\) for values of \(256, 48\): 0 dimensions for 2; reshape it to \(1, 1\)"),
+        (
+            (256,),
+            r"\(256,\) for values of \(256, 48\): 1 dimensions for 2; reshape them to \(256, 1\) "
+            "if they are along dimension 0",
+        ),
+        ((7, 1), "7 for 256 entries along dimension 0 are no blocks; give one scale, one for each"),
+    ],
+)
+def test_scales_of_another_shape(scales, text):
+    w = weight((256, 48), scales)
+    with pytest.raises(ValueError, match=text):
+        w.dequantized()
+    with pytest.raises(LayoutError, match=text):
+        LayoutMap({"w/.*": ("tp",)}).layout({"w": w}, make_mesh("tp=8"))
+    edit = re.search(r"reshape (it|them) to (\([^)]*\))", text.replace("\\", ""))
+    if edit:
+        shape = ast.literal_eval(edit[2])
+        told = Quantized(w.values, w.scales.reshape(shape), dtype="float32")
+        np.testing.assert_array_equal(
+            told.dequantized(), np.asarray(w.values) * np.asarray(w.scales).reshape(shape)
+        )
+
+
+# -- where trees are made, stored and looked at -------------------------------------------------
+
+
+def test_stacked_layers_that_are_padded_split_or_interleaved():
+    mesh = make_mesh("pp=2,tp=4")
+    w = weight((8, 96, 70), (8, 3, 1))
+    wanted = read(w, (1, 32, 70))
+    for rule in ((Interleaved("pp", 2), "tp"), ("pp", None, Padded("tp")), Split("tp", 1)):
+        layout = LayoutMap({"w/.*": rule}, batch=P("pp")).layout({"w": w}, mesh)
+        placed = layout.place({"w": w})
+        jax.tree.map(np.testing.assert_array_equal, layout.gather(placed), {"w": w})
+        read_there = jax.jit(lambda w: Quantized(w.dequantized(), jnp.ones((1, 1, 1))))(placed["w"])
+        values = layout["w/values"].unpad(np.asarray(read_there.values))
+        np.testing.assert_array_equal(values, wanted)
+
+
+def test_a_checkpoint_of_another_mesh(tmp_path):
+    params = {
+        "w": weight((256, 72), (2, 1)),
+        "part": weight((576, 48), (5, 48), 128, "float8_e4m3fn"),
+    }
+    rules = LayoutMap({".*": ("fsdp",)})
+    first = rules.layout(params, make_mesh("fsdp=8"))
+    first.save(tmp_path / "state", first.place(params))
+    other = fully_sharded(params, mesh_of("fsdp=3")).layout(params, mesh_of("fsdp=3"))
+    restored = other.restore(tmp_path / "state")
+    jax.tree.map(np.testing.assert_array_equal, other.gather(restored), params)
+    np.testing.assert_array_equal(restored["w"].dequantized(), read(params["w"], (128, 72)))
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+
+
+def test_made_on_the_mesh():
+    mesh, w = make_mesh("tp=8"), weight((256, 72), (2, 1))
+    layout = LayoutMap({"w/.*": ("tp",)}).layout({"w": w}, mesh)
+    made = layout.init(
+        lambda values, scales: {"w": Quantized(values, scales, dtype="float32")}, w.values, w.scales
+    )
+    np.testing.assert_array_equal(made["w"].dequantized(), read(w, (128, 72)))
+    assert layout.table().rows[0]["path"].startswith("w/")
+
+
+def test_states_like_the_parameters():
+    """A state's scales lie as its values do, also beside a parameter that is not quantized."""
+    mesh = make_mesh("fsdp=8")
+    w = weight((256, 72), (2, 1))
+    params = {"w": w, "plain": jnp.ones((20, 16))}
+    layout = LayoutMap({"w/.*": ("fsdp",), "plain": (Padded("fsdp"),)}).layout(params, mesh)
+    state = {"mu": {"w": w, "plain": weight((20, 16), (20, 1))}}
+    laid = layout.like(state)
+    assert laid["mu/w/scales"].local_shape == layout["w/scales"].local_shape == (1, 1)
+    assert laid["mu/plain/values"].padded_shape == (24, 16)
+    assert laid["mu/plain/scales"].padded_shape == (24, 1)
+    placed = laid.place(state)
+    np.testing.assert_array_equal(placed["mu"]["w"].dequantized(), read(w, (128, 72)))
+    shapes = {"mu": {"w": layout.shapes["w"]}}
+    assert layout.like(shapes)["mu/w/scales"].shape == (2, 1)
+    moved = layout.like({"mu": {"w": w}}, LayoutMap({"mu/w/values": (None, "fsdp")}))
+    assert moved["mu/w/scales"].spec == P()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_scale_for_each_devices_block(check_vma):
+    """Gathered scales keep their blocks, of any size."""
+    mesh, w = mesh_of("tp=2"), weight((192, 24), (2, 1), 96)
+    local = Quantized(w.values, w.scales, dtype="float32")  # each device has one: no question
+    spec = Quantized(P("tp"), P("tp"), dtype="float32")
+
+    def whole(w):
+        by = [layers.fsdp_gather(w, "tp"), all_gather(w, "tp", tiled=True)]
+        return [x.dequantized()[None] for x in by]
+
+    mapped = jax.shard_map(
+        whole, mesh=mesh, in_specs=(spec,), out_specs=P("tp"), check_vma=check_vma
+    )
+    for found in jax.jit(mapped)(local):
+        np.testing.assert_array_equal(found, np.stack([read(w, (96, 24))] * 2))
+
+
+def test_scales_that_a_type_calls_whole():
+    """`dim` is of the values; a replicated type says that each device has all scales."""
+    mesh, w = make_mesh("fsdp=8"), weight((512, 48), (4, 1))
+    mapped = jax.shard_map(
+        lambda w: layers.fsdp_gather(w, "fsdp").dequantized()[None],
+        mesh=mesh,
+        in_specs=(Quantized(P("fsdp"), P(), dtype="float32"),),
+        out_specs=P("fsdp"),
+    )
+    np.testing.assert_array_equal(jax.jit(mapped)(w)[3], read(w, (128, 48)))
+
+
+def test_a_block_that_ends_within_a_device():
+    mesh, w = mesh_of("fsdp=2"), weight((384, 48), (4, 1), 128)
+    mapped = jax.shard_map(
+        lambda w: layers.fsdp_gather(w, "fsdp").dequantized(),
+        mesh=mesh,
+        in_specs=(Quantized(P("fsdp"), P("fsdp"), dtype="float32", block=128),),
+        out_specs=P(),
+        check_vma=False,
+    )
+    text = (
+        r"^fsdp_gather: scales have local shape \(2, 1\) for values of \(192, 48\): a device's 192 "
+        "entries along dimension 0, which is gathered, are no whole blocks of 128; shard the array "
+        "by Layout.place"
+    )
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(mapped, w)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "int8"])
+def test_numbers_that_share_bytes(dtype):
+    """A layout counts what the compiler counts."""
+    mesh, shape = make_mesh("fsdp=8"), jax.ShapeDtypeStruct((64, 33), dtype)
+    layout = LayoutMap({"w": ("fsdp",)}).layout({"w": shape}, mesh)
+    compiled = jax.jit(lambda w: w).lower(layout.shapes["w"]).compile()
+    bits = {"int8": 8, "int2": 2, "uint2": 2}.get(dtype, 4)
+    assert layout["w"].bytes_per_device == 8 * 33 * bits // 8
+    assert layout["w"].bytes_per_device == compiled.memory_analysis().argument_size_in_bytes
+    assert layout.table().bytes_per_device == 33 * bits
