@@ -21,6 +21,7 @@ from jaxpar.layout import (
     fully_sharded,
     tensor_parallel,
 )
+from jaxpar.testing import count_collectives
 
 MESHES = {
     "fsdp=8": "fsdp",
@@ -405,3 +406,10 @@ def test_numbers_that_share_bytes(dtype):
     assert layout["w"].bytes_per_device == 8 * 33 * bits // 8
     assert layout["w"].bytes_per_device == compiled.memory_analysis().argument_size_in_bytes
     assert layout.table().bytes_per_device == 33 * bits
+    gather = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, "fsdp", tiled=True),
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+    )
+    assert count_collectives(gather, shape, grad=False).forward_bytes == 7 * 33 * bits

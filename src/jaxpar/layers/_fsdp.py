@@ -111,7 +111,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
         `jaxpar.tuned` finds a faster mode. An 8-bit `wire_dtype` rounds only leaves of more than
         256 KiB (gathered size); gradients ignore this rounding.
       dim: each leaf's sharded dimension, or None if unsharded: one value for all leaves, or a
-        pytree prefix.
+        pytree prefix. For whole scales of sharded values it is `Quantized(0, None)`.
 
     Returns:
       The full parameters, varying over `axis` where gathered. They are saved for the backward pass,

@@ -34,6 +34,10 @@ class LayoutMap(MutableMapping[str, Any]):
 
     To replace an existing key, `pop` it, or merge maps with `|` (the right one wins).
 
+    A `Quantized` is one array: its values' rule (`kernel/values`) lays out its scales, too, so that
+    each device has those of its own values. Scales are repeated where they are fewer than devices,
+    and where a block lies on several. A rule that matches scales must give the same mesh axes.
+
     Args:
       rules: a mapping from patterns to rules.
       axes: a mapping from dimension names to such entries of rules.

@@ -72,7 +72,8 @@ def fully_sharded(
 
     Vocabulary tables, found by name, are sharded by rows: with sharded features, lookups would move
     activations. Rows that the axis does not divide are refused, unless `within` shards them.
-    Vectors that it does not divide are replicated. Other arguments are as in `data_parallel`.
+    Vectors that it does not divide are replicated. Of a `Quantized`, dimensions come first along
+    which no scale must be repeated. Other arguments are as in `data_parallel`.
 
     Args:
       axis: axes of arrays and batch.

@@ -190,7 +190,8 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) 
     lines: list[str] = []
     for key in rules:
         path = next(path for path in seen.classes if rules.pattern(key).fullmatch(path))
-        why = "; ".join(reasons.get(path, [])) or "replicated"
+        otherwise = "as its values" if rules.rule(key).mesh_axes else "replicated"
+        why = "; ".join(reasons.get(path, [])) or otherwise
         lines.append(f"{key}: {rules[key]}  # {why}")
     weights = {token for own in seen.classes.values() for token in own}
     for what, tokens in seen.flow.unsure.items():
