@@ -138,6 +138,51 @@ def test_scales_hold_for_neighbours(scales, dtype):
     assert q.dequantized("float16").dtype == "float16"
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
+def test_a_last_block_that_is_not_full(block):
+    """As in published files: DeepSeek-V3 has 5 scales for 576 rows."""
+    rows = 4 * block + block // 2
+    values, s = RNG.integers(-127, 128, (rows, 6)), RNG.uniform(1, 2, (5, 1))
+    wide = np.repeat(s, block, 0)[:rows]
+    q = Quantized(jnp.asarray(values, "int8"), jnp.asarray(s, "float32"), dtype="float32")
+    np.testing.assert_allclose(jax.jit(lambda q: q.dequantized())(q), values * wide, rtol=2e-7)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), q).dequantized()
+    np.testing.assert_array_equal(stacked, np.stack([q.dequantized()] * 2))
+    columns = jax.tree.map(jnp.transpose, q).dequantized()
+    np.testing.assert_array_equal(columns, q.dequantized().T)
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "block"),
+    [("float4_e2m1fn", "float8_e8m0fnu", 32), ("float4_e2m1fn", "float8_e4m3fn", 16)],
+)
+def test_formats_of_4_bits(values, scales, block):
+    """MXFP4, and NVFP4 with its second scale multiplied into the first ones."""
+    rows = 4 * block
+    v = RNG.choice([-6, -1.5, -0.5, 0, 0.5, 1, 2, 3, 4, 6], (rows, 3)).astype(values)
+    s = (2.0 ** RNG.integers(-3, 4, (4, 3))).astype(scales)
+    second = np.float32(1 / 3)
+    both = jnp.asarray(s).astype("float32") * second
+    q = Quantized(jnp.asarray(v), both, dtype="float32")
+    wanted = exactly(v) * np.repeat(exactly(s), block, 0) * second
+    np.testing.assert_allclose(q.dequantized(), wanted, rtol=2e-7)
+    alone = Quantized(jnp.asarray(v), jnp.asarray(s), dtype="float32").dequantized()
+    np.testing.assert_array_equal(alone, exactly(v) * np.repeat(exactly(s), block, 0))
+
+
+@pytest.mark.parametrize(
+    ("length", "columns", "block"), [(300, 128, 100), (512, 128, None), (24, 12, 12), (24, 1, None)]
+)
+def test_quantize_tells_its_blocks(length, columns, block):
+    """Where shapes alone would allow blocks of 128, or would in a part."""
+    x = jnp.asarray(RNG.standard_normal((2, length)), "float32")
+    q = jax.jit(lambda x: quantize(x, columns=columns))(x)
+    assert q.block == block
+    np.testing.assert_allclose(
+        q.dequantized(), rounded(exactly(x), "int8", dim=1, columns=columns), 1e-6
+    )
+
+
 def test_a_pytree_of_two_leaves():
     q = quantize(jnp.ones((4, 8), "bfloat16"))
     leaves, treedef = jax.tree.flatten(q)
@@ -232,6 +277,13 @@ X = jnp.ones((3, 4))
             lambda: Quantized(X, X, dtype="eight"),
             TypeError,
             "Quantized: dtype='eight' is not a dtype; pass one such as",
+        ),
+        (lambda: Quantized(X, X, block=0), ValueError, "Quantized: block must be 1 or more, got 0"),
+        (lambda: Quantized(X, X, block=(1, 2.5)), TypeError, "Quantized: block must be an integer"),
+        (
+            lambda: Quantized(X, X[0]).dequantized(),
+            ValueError,
+            "Quantized.dequantized: scales have local shape (4,) for values of (3, 4): 1 dimensions",
         ),
     ],
 )

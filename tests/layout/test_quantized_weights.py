@@ -366,6 +366,25 @@ def test_one_scale_for_each_devices_block(check_vma):
         np.testing.assert_array_equal(found, np.stack([read(w, (96, 24))] * 2))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_matmul_of_blocks_that_are_not_full(check_vma):
+    """With gradients of the other operand."""
+    mesh, w = make_mesh("fsdp=8"), weight((64, 200), (1, 2), 128)
+    rng = np.random.default_rng(2)
+    x, ct = (jnp.asarray(rng.normal(size=(16, size)), "float32") for size in (64, 200))
+    mapped = jax.shard_map(
+        lambda x, w: layers.fsdp_linear(x, w, "fsdp"),
+        mesh=mesh,
+        in_specs=(P("fsdp"), Quantized(P("fsdp"), P(), dtype="float32", block=128)),
+        out_specs=P("fsdp"),
+        check_vma=check_vma,
+    )
+    out, pullback = jax.vjp(jax.jit(lambda x: mapped(x, w)), x)
+    there = read(w, (64, 128)).astype("float64")
+    np.testing.assert_allclose(out, np.asarray(x) @ there, rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(pullback(ct)[0], np.asarray(ct) @ there.T, rtol=1e-4, atol=2e-3)
+
+
 def test_scales_that_a_type_calls_whole():
     """`dim` is of the values; a replicated type says that each device has all scales."""
     mesh, w = make_mesh("fsdp=8"), weight((512, 48), (4, 1))

@@ -62,8 +62,8 @@ class Quantized:
     def __post_init__(self) -> None:
         with naming("Quantized"):
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
-            for size in self.block if isinstance(self.block, tuple) else [self.block or 1]:
-                check_whole("block", size, 1)
+            for size in self.block if isinstance(self.block, tuple) else [self.block]:
+                _ = size is None or check_whole("block", size, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
