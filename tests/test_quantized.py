@@ -278,12 +278,12 @@ X = jnp.ones((3, 4))
             TypeError,
             "Quantized: dtype='eight' is not a dtype; pass one such as",
         ),
-        (lambda: Quantized(X, X, block=0), ValueError, "Quantized: block must be 1 or more, got 0"),
+        (lambda: Quantized(X, X, block=0), ValueError, "Quantized: block=0 must be at least 1"),
         (lambda: Quantized(X, X, block=(1, 2.5)), TypeError, "Quantized: block must be an integer"),
         (
             lambda: Quantized(X, X[0]).dequantized(),
             ValueError,
-            "Quantized.dequantized: scales have local shape (4,) for values of (3, 4): 1 dimensions",
+            "Quantized.dequantized: scales have local shape (4,) for values of (3, 4): 1 dim",
         ),
     ],
 )

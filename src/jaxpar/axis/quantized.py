@@ -63,7 +63,8 @@ class Quantized:
         with naming("Quantized"):
             object.__setattr__(self, "dtype", as_dtype("dtype", self.dtype))
             for size in self.block if isinstance(self.block, tuple) else [self.block]:
-                _ = size is None or check_whole("block", size, 1)
+                if size is not None:
+                    check_whole("block", size, 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
