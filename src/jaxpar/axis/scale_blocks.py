@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.axis.quantized import Quantized
+
+if TYPE_CHECKING:
+    from jaxpar.axis.quantized import Quantized
 
 Shape = tuple[int, ...]
 Block = int | Shape | None
@@ -100,11 +102,11 @@ def with_equal_blocks(argument: str, x: Quantized) -> Quantized:
 
 def told_blocks(local: Any, whole: Any) -> Any:
     """Returns a gathered tree; tells the blocks of scales that shapes alone would not."""
-    return jax.tree.map(_told, local, whole, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.tree.map(_told, local, whole, is_leaf=_is_quantized)
 
 
 def _told(x: Any, whole: Any) -> Any:
-    if not isinstance(x, Quantized) or x.scales.shape == whole.scales.shape:
+    if not _is_quantized(x) or x.scales.shape == whole.scales.shape:
         return whole
     sizes = block_sizes("scales", x.shape, x.scales.shape, x.block)
     for dim, (own, size) in enumerate(zip(x.shape, sizes, strict=True)):
@@ -118,3 +120,7 @@ def _told(x: Any, whole: Any) -> Any:
     wanted = [(size,) for size in sizes]
     shapes = whole.shape, whole.scales.shape
     return replace(whole, block=next(b for b in ways if _readings(*shapes, b) == wanted))
+
+
+def _is_quantized(x: Any) -> bool:
+    return hasattr(x, "dequantized")

@@ -17,7 +17,6 @@ from jaxpar.tools.layouts.classes import (
     Tokens,
     weights_of,
 )
-from jaxpar.tools.private_names import bytes_of
 
 
 class Steps(Classes):
@@ -169,6 +168,8 @@ class Steps(Classes):
 
     def bytes_of(self, atom: Any) -> float:
         """Returns the bytes in all iterations of loops."""
+        from jaxpar.tools.private_names import bytes_of
+
         return self.times * bytes_of(atom.aval.shape, atom.aval.dtype)
 
     def rows_of(self, e: Any) -> list[int]:
