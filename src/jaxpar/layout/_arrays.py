@@ -34,26 +34,28 @@ def unpad(layout: Layout, params: Any, *, dtypes: bool = False) -> Any:
 
 
 def place(layout: Layout, params: Any) -> Any:
-    return _each(layout, params, attrgetter("shape"), _put, dtypes=True)
+    return each(layout, params, attrgetter("shape"), _put, dtypes=True)
 
 
 def gather(layout: Layout, params: Any) -> Any:
-    def whole(array: ArrayLayout, x: Any) -> Any:
-        here = getattr(x, "is_fully_addressable", True)
-        if here and not is_key(x.dtype):
-            return array.unpad(np.asarray(x))
-        if not prod(array.shape):
-            alone = SingleDeviceSharding(jax.local_devices()[0])
-            none = zeros_of(array.shape, x.dtype, alone)
-            return none if is_key(x.dtype) else np.asarray(none)
-        words = jax.jit(to_words)(x)  # in a separate program: see `_moved`
-        if not here:
-            everywhere = NamedSharding(array.mesh, PartitionSpec())
-            words = jax.jit(lambda y: y, out_shardings=everywhere)(words)
-        one = from_words(jnp.asarray(np.asarray(words)), x.dtype)
-        return array.unpad(one if is_key(x.dtype) else np.asarray(one))
+    return each(layout, params, attrgetter("padded_shape"), whole)
 
-    return _each(layout, params, attrgetter("padded_shape"), whole)
+
+def whole(array: ArrayLayout, x: Any) -> Any:
+    """Returns an array on the host, without padding; in all processes, or none."""
+    here = getattr(x, "is_fully_addressable", True)
+    if here and not is_key(x.dtype):
+        return array.unpad(np.asarray(x))
+    if not prod(array.shape):
+        alone = SingleDeviceSharding(jax.local_devices()[0])
+        none = zeros_of(array.shape, x.dtype, alone)
+        return none if is_key(x.dtype) else np.asarray(none)
+    words = jax.jit(to_words)(x)  # in a separate program: see `_moved`
+    if not here:
+        everywhere = NamedSharding(array.mesh, PartitionSpec())
+        words = jax.jit(lambda y: y, out_shardings=everywhere)(words)
+    one = from_words(jnp.asarray(np.asarray(words)), x.dtype)
+    return array.unpad(one if is_key(x.dtype) else np.asarray(one))
 
 
 def spread(layout: Layout, params: Any) -> Any:
@@ -67,7 +69,7 @@ def spread(layout: Layout, params: Any) -> Any:
         sharding = NamedSharding(mesh, array.logical_spec)
         return x if in_order else jax.lax.with_sharding_constraint(x, sharding)
 
-    return _each(layout, params, attrgetter("shape"), shard)
+    return each(layout, params, attrgetter("shape"), shard)
 
 
 def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
@@ -85,12 +87,12 @@ def _changed(layout: Layout, params: Any, padded: bool, dtypes: bool) -> Any:
     def result(array: ArrayLayout, x: Any) -> Any:
         return made[array.path] if array.path in made else changed(array, x)
 
-    _each(layout, params, attrgetter(shape), note, dtypes=dtypes)
+    each(layout, params, attrgetter(shape), note, dtypes=dtypes)
     empty = {path: there.pop(path) for path in list(there) if not prod(layout[path].shape)}
     made = _moved(layout, there, changed, sharding) if there else {}
     for path, x in empty.items():
         made[path] = zeros_of(getattr(layout[path], other), x.dtype, sharding(layout[path]))
-    return _each(layout, params, attrgetter(shape), result)
+    return each(layout, params, attrgetter(shape), result)
 
 
 def _moved(
@@ -128,7 +130,7 @@ def zeros_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: zeros[index])
 
 
-def _each(
+def each(
     layout: Layout,
     params: Any,
     shape_of: Callable[[ArrayLayout], tuple[int, ...]],

@@ -30,7 +30,6 @@ from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, part_of
 from jaxpar.layout._rule import nearest
 from jaxpar.layout._table import Table
-from jaxpar.layout._tensors import read_safetensors
 
 if TYPE_CHECKING:
     from jaxpar.layout._map import LayoutMap
@@ -510,8 +509,54 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Source: https://github.com/huggingface/safetensors.
         """
+        from jaxpar.layout._tensors import read_safetensors
+
         self._need_devices()
         return self._noted(read_safetensors(self, files, names, transposed, unused))
+
+    @public
+    def write_safetensors(
+        self,
+        where: PathLike,
+        params: Any,
+        *,
+        names: Any = None,
+        transposed: Any = None,
+        file_bytes: Integer = 5_000_000_000,
+    ) -> None:
+        """Writes arrays as safetensors, which `read_safetensors` with these arguments reads back.
+
+        The bits are the same, whatever the arrays' order in memory. Names appear when all is
+        written. Call it in all processes: process 0 writes.
+
+        Args:
+          where: a new file `NAME.safetensors`, or a folder without such files, for
+            `model.safetensors` or several files with an index.
+          params: arrays on the mesh. Other leaves are not stored.
+          names: as for `read_safetensors`. Two arrays may share a name if they are equal.
+          transposed: as for `read_safetensors`.
+          file_bytes: the most bytes of one of several files, unless one tensor has more.
+
+        Raises:
+          LayoutError: arrays of other paths, shapes or dtypes; a dtype that files cannot have;
+            different arrays of one name.
+          ValueError: files exist already, or as for the arguments of `read_safetensors`.
+
+        Cost: each host holds one array at a time, unsharded.
+
+        Example:
+          >>> params = {"w": jnp.arange(32.0).reshape(4, 8)}
+          >>> layout = LayoutMap({"w": (None, "tp")}).layout(params, make_mesh("tp=8"))
+          >>> theirs = {"names": {"w": "up.weight"}, "transposed": "w"}  # [8, 4] in the file
+          >>> layout.write_safetensors(folder, layout.place(params), **theirs)
+          >>> jnp.array_equal(layout.read_safetensors(folder, **theirs)["w"], params["w"]).item()
+          True
+        """
+        from jaxpar.layout._tensors import write_safetensors
+
+        self._need_devices()
+        most = check_whole("file_bytes", file_bytes, 1)
+        write_safetensors(self, where, params, names, transposed, most)
 
     @public
     def explain(

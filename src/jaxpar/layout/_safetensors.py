@@ -1,13 +1,15 @@
-"""Maps safetensors files into memory, so that only used tensors are read.
+"""Safetensors files: maps them into memory, so that only used tensors are read, and writes them.
 
-The format's package (https://github.com/huggingface/safetensors), as of 0.8, reads no 8-bit floats.
+The format's package (https://github.com/huggingface/safetensors), as of 0.8, reads no 8-bit floats,
+and writes a transposed array's memory in place of its values.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.arguments.calls import type_error, value_error
+from jaxpar.arguments.local_paths import local_path
 from jaxpar.layout._layout_error import shape_text
 
 _DTYPES = {
@@ -32,6 +35,10 @@ _DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
+
+
+Kind = tuple[np.dtype[Any], tuple[int, ...]]  # of a tensor: its dtype and shape
+KINDS = {np.dtype(getattr(np, name, None) or getattr(jnp, name)): k for k, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
     paths = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(path, (str, PathLike)) for path in paths):
         raise type_error(f"files must be a path, or several, got {files!r}")
-    paths = [Path(path) for path in paths]
+    paths = [local_path("files", path) for path in paths]
     found: dict[str, Tensor] = {}
     known: set[Path] = set()
     for path in paths:
@@ -164,3 +171,111 @@ def _tensor(name: str, file: Path, entry: Mapping[str, Any], data: np.ndarray) -
     if tensor.dtype is not None and prod(shape) * tensor.dtype.itemsize != end - start:
         raise EOFError(f"{name!r} {tensor.text} has {end - start} bytes")
     return tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in a file that is being written."""
+
+    begun: Path
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def write(self, x: np.ndarray) -> None:
+        # The values in C order, whatever the order in memory.
+        with self.begun.open("r+b") as file:
+            file.seek(self.start)
+            file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+    def read(self) -> np.ndarray:
+        with self.begun.open("rb") as file:
+            file.seek(self.start)
+            return np.frombuffer(file.read(self.bytes), self.dtype).reshape(self.shape)
+
+
+class Files:
+    """Files that are being written: under other names, until all is there."""
+
+    def __init__(self, where: Path) -> None:
+        self.slots: dict[str, Slot] = {}
+        self._where = where
+        self._begun: dict[Path, Path] = {}
+
+    def begin(self, tensors: Mapping[str, Kind], most: int) -> None:
+        where, parts = self._where, _parts(self._where, tensors, most)
+        if where in parts:
+            old = where if where.exists() else None
+        else:
+            old = next(where.glob("*.safetensors*"), None)
+        if old:
+            raise value_error(f"{old} exists already; remove it, or give another place")
+        for path, names in parts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin(path, {name: tensors[name] for name in names})
+        if len(parts) > 1:
+            total = sum(slot.bytes for slot in self.slots.values())
+            weight_map = {name: path.name for path, names in parts.items() for name in names}
+            self._open(where / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            )
+
+    def _open(self, path: Path) -> Path:
+        self._begun[path] = path.with_name(f".{path.name}.{os.getpid()}.part")
+        return self._begun[path]
+
+    def _begin(self, path: Path, tensors: Mapping[str, Kind]) -> None:
+        begun, end = self._open(path), 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses others
+        places: dict[str, Slot] = {}
+        # The widest first: then each begins at a multiple of its width.
+        for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
+            dtype, shape = tensors[name]
+            places[name] = slot = Slot(begun, end, dtype, shape)
+            header[name] = {
+                "dtype": KINDS[dtype],
+                "shape": list(shape),
+                "data_offsets": [end, end := end + slot.bytes],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with begun.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(file.tell() + end)
+        for name, slot in places.items():
+            self.slots[name] = replace(slot, start=8 + len(text) + slot.start)
+
+    def finish(self) -> None:
+        # An index comes last, when its files are there.
+        for path in list(self._begun):
+            self._begun.pop(path).rename(path)
+
+    def remove(self) -> None:
+        """Removes what is not finished."""
+        for begun in self._begun.values():
+            begun.unlink(missing_ok=True)
+
+
+def _parts(where: Path, tensors: Mapping[str, Kind], most: int) -> dict[Path, list[str]]:
+    """Returns the names in each file."""
+    if where.suffix == ".safetensors":
+        return {where: list(tensors)}
+    parts: list[list[str]] = [[]]
+    room = most
+    for name, (dtype, shape) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        if parts[-1] and size > room:
+            parts.append([])
+            room = most
+        parts[-1].append(name)
+        room -= size
+    if len(parts) == 1:
+        return {where / "model.safetensors": parts[0]}
+    return {
+        where / f"model-{number:05}-of-{len(parts):05}.safetensors": names
+        for number, names in enumerate(parts, 1)
+    }

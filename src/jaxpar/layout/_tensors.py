@@ -1,25 +1,31 @@
-"""A layout's arrays from named tensors of files."""
+"""A layout's arrays from named tensors of files, and back."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 
 from jaxpar.arguments.calls import of_user, type_error, value_error
+from jaxpar.arguments.local_paths import local_path
 from jaxpar.axis.padding import Entries
 from jaxpar.layout._array_layout import ArrayLayout, taken
-from jaxpar.layout._arrays import on_host
+from jaxpar.layout._arrays import each, on_host, whole
 from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._rule import Nearest, nearest
-from jaxpar.layout._safetensors import Tensor, tensors_of
+from jaxpar.layout._safetensors import KINDS, Files, Kind, Tensor, tensors_of
+from jaxpar.layout._words import is_key
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
@@ -30,12 +36,7 @@ Axes = Sequence[int] | None  # None: the last two are exchanged
 def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, unused: Any) -> Any:
     tensors = tensors_of(files)
     left = Pattern("unused", "" if unused is None else unused, list(tensors)).check()
-    axes_of = _axes_of(layout, transposed)
-    stacks: list[_Stack] = []
-    for path, given in _names_of(layout, names):
-        array, (lead, parts) = layout[path], _nested(path, given)
-        order = _order(array, len(lead), axes_of[path]) if path in axes_of else None
-        stacks.append(_Stack(array, lead, parts, order))
+    stacks = _stacks(layout, names, transposed)
     near = Nearest(tensors)
     problems = [found for stack in stacks for found in stack.problems(tensors, f"{files}", near)]
     read = {name for stack in stacks for name in stack.names}
@@ -53,6 +54,73 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
     return layout.filled({stack.array.path: stack.placed(tensors) for stack in stacks})
 
 
+def write_safetensors(
+    layout: Layout, folder: str | Path, params: Any, names: Any, transposed: Any, most: int
+) -> None:
+    where = local_path("where", folder, writes=True)
+    stacks = {stack.array.path: stack for stack in _stacks(layout, names, transposed)}
+    tensors: dict[str, Kind] = {}
+    problems = [
+        found for stack in stacks.values() for found in stack.unwritable(f"{where}", tensors)
+    ]
+    refuse(problems)
+    written: set[str] = set()
+    files = Files(where)
+
+    def write(stack: _Stack, x: np.ndarray) -> None:
+        for name, part in stack.parts(x):
+            slot = files.slots[name]
+            if name not in written:
+                slot.write(part)
+            elif slot.read().tobytes() != part.tobytes():
+                raise value_error(
+                    f"tensor {name!r} is written for two arrays, and {stack.array.path!r} has "
+                    "other numbers than the first; give each a name of its own in `names`"
+                )
+            written.add(name)
+
+    def write_each(array: ArrayLayout, x: Any) -> None:
+        # Of a copy: JAX keeps an array's NumPy form as long as the array.
+        held = whole(array, x.copy() if isinstance(x, Array) else x)
+        _in_first(where, lambda: write(stacks[array.path], held))
+
+    shape_of = attrgetter("padded_shape")
+    each(layout, params, shape_of, lambda array, x: None, dtypes=True)  # before there are files
+    try:
+        _in_first(where, lambda: files.begin(tensors, most))
+        each(layout, params, shape_of, write_each)
+        _in_first(where, files.finish)
+    finally:
+        files.remove()
+
+
+def _in_first(where: Path, act: Callable[[], None]) -> None:
+    """Acts in process 0. If that fails, all processes raise: none waits for it later."""
+    reason = None
+    if jax.process_index() == 0:
+        try:
+            act()
+        except (OSError, ValueError) as raised:
+            reason = raised
+    failed = np.asarray(reason is not None)
+    if jax.process_count() > 1:
+        failed = multihost_utils.broadcast_one_to_all(failed)
+    if reason is not None:
+        raise reason
+    if failed:
+        raise value_error(f"process 0 could not write {where}; its error says why")
+
+
+def _stacks(layout: Layout, names: Any, transposed: Any) -> list[_Stack]:
+    axes_of = _axes_of(layout, transposed)
+    stacks: list[_Stack] = []
+    for path, given in _names_of(layout, names):
+        array, (lead, parts) = layout[path], _nested(path, given)
+        order = _order(array, len(lead), axes_of[path]) if path in axes_of else None
+        stacks.append(_Stack(array, lead, parts, order))
+    return stacks
+
+
 @dataclass(frozen=True)
 class _Stack:
     """An array's tensors, one for each leading place."""
@@ -65,13 +133,11 @@ class _Stack:
     def problems(
         self, tensors: Mapping[str, Tensor], where: str, near: Nearest
     ) -> Iterator[LayoutProblem]:
-        array, count = self.array, len(self.lead)
-        each = shape_text(array.dtype, array.shape[count:])
-        if self.lead != array.shape[:count]:
-            have = shape_text(array.dtype, (*self.lead, *array.shape[count:]))
-            text = f"is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
-            yield array.problem(text, "name as many tensors as the array has layers")
+        array = self.array
+        if wrong := self._miscounted(where):
+            yield wrong
             return
+        each = shape_text(array.dtype, array.shape[len(self.lead) :])
         every = f", each of {' x '.join(map(str, self.lead))}" if self.lead else ""
         for name in self.names:
             tensor = tensors.get(name)
@@ -82,6 +148,46 @@ class _Stack:
                 have = f"{self._read_as(tensor)}{' transposed' if self.order else ''}"
                 text = f"is {have} in {where} ({name!r}), and {each} here{every}"
                 yield array.problem(text, _remedy(tensor))
+
+    def _miscounted(self, where: str) -> LayoutProblem | None:
+        array, count = self.array, len(self.lead)
+        if self.lead == array.shape[:count]:
+            return None
+        have = shape_text(array.dtype, (*self.lead, *array.shape[count:]))
+        text = f"is {have} in {where}, and {shape_text(array.dtype, array.shape)} here"
+        return array.problem(text, "name as many tensors as the array has layers")
+
+    def unwritable(self, where: str, tensors: dict[str, Kind]) -> Iterator[LayoutProblem]:
+        """Adds the tensors to those of a file, or yields why it cannot have them."""
+        array, shape = self.array, self.array.shape[len(self.lead) :]
+        text = f"is {shape_text(array.dtype, array.shape)}, a dtype that no safetensors file has"
+        if wrong := self._miscounted(where):
+            yield wrong
+        elif is_key(array.dtype):
+            yield array.problem(text, "make the layout of jax.random.key_data of it")
+        elif np.dtype(array.dtype) not in KINDS:
+            yield array.problem(text, f"cast it to {_wider(array.dtype)}, and make the layout so")
+        else:
+            kind = np.dtype(array.dtype), tuple(shape[axis] for axis in self.inverse)
+            for name in self.names:
+                if name == "__metadata__":
+                    yield array.problem(f"cannot be named {name!r}", "give another name in `names`")
+                elif tensors.setdefault(name, kind) != kind:
+                    there = shape_text(*tensors[name])
+                    text = f"is {shape_text(*kind)} in {where} ({name!r}), and another is {there}"
+                    yield array.problem(text, "give each a name of its own in `names`")
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """The array's axes in a tensor's order, after stacked ones."""
+        order = self.order or tuple(range(len(self.array.shape) - len(self.lead)))
+        return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+    def parts(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields each tensor, as it is in the file."""
+        shape = self.array.shape[len(self.lead) :]
+        for name, part in zip(self.names, x.reshape(len(self.names), *shape), strict=True):
+            yield name, part.transpose(self.inverse)
 
     def _read_as(self, tensor: Tensor) -> str:
         shape = tensor.shape
@@ -120,6 +226,12 @@ def _remedy(tensor: Tensor) -> str:
             "scales"
         )
     return "make the layout of such arrays, and cast them afterwards"
+
+
+def _wider(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return "uint8"
+    return "int8" if jnp.issubdtype(dtype, jnp.integer) else "bfloat16"
 
 
 def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
