@@ -41,7 +41,9 @@ def laid(arrays, rules, axes="fsdp=2,tp=4"):
         re.escape(path) for path in arrays if not any(re.fullmatch(r, path) for r in rules)
     )
     mesh = make_mesh(axes, devices=jax.devices()[:count])
-    return LayoutMap({**rules, **({rest: REPLICATED} if rest else {})}).layout(arrays, mesh, strict=False)
+    return LayoutMap({**rules, **({rest: REPLICATED} if rest else {})}).layout(
+        arrays, mesh, strict=False
+    )
 
 
 def numbers(dtype="float32"):

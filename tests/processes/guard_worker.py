@@ -22,10 +22,15 @@ from jaxpar.pipeline import interleaved_1f1b, value_and_grad  # noqa: E402
 from jaxpar.tools.cli.workers import own_output  # noqa: E402
 
 CASE, RANK, COUNT, PORT = sys.argv[1], *map(int, sys.argv[2:5])
-ODD = {"killed_first": 0, "pipeline": 2}.get(CASE, COUNT - 1)
+ODD = 0 if CASE.endswith("_first") else 2 if CASE == "pipeline" else COUNT - 1
 IS_ODD = RANK == ODD  # the one that does something else
 LIMIT = 2
-if CASE in ("frozen", "partitioned", "lines"):  # whose first calls must be within it
+if CASE in (
+    "frozen",
+    "frozen_first",
+    "partitioned",
+    "lines",
+):  # whose first calls must be within it
     LIMIT = 5
 elif CASE not in ("missing", "slow", "tracing", "compiling"):  # told at once, or nothing is
     LIMIT = 300
@@ -109,7 +114,8 @@ def train_pipeline():
 def main():
     if CASE == "compiling" and IS_ODD:
         jax.monitoring.register_event_duration_secs_listener(compiles)
-    jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=300)
+    beat = {"heartbeat_timeout_seconds": 20} if CASE.startswith("stopped") else {}
+    jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=300, **beat)
     if CASE == "pipeline":
         train_pipeline()
         return
@@ -153,7 +159,7 @@ def main():
                 case "killed" | "killed_first":
                     fault()
                     os.kill(os.getpid(), signal.SIGKILL)
-                case "frozen":
+                case "frozen" | "frozen_first" | "stopped" | "stopped_first":
                     fault()
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "raises":

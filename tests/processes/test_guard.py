@@ -234,6 +234,30 @@ def test_process_0_is_killed(run):
     assert "not known to the board" not in found.text(1)  # nothing is known of others
 
 
+@pytest.mark.parametrize("case", ["stopped", "stopped_first"])
+def test_silence_is_told_before_the_limit(case, run):
+    """The limit is 300 s, JAX's own 20 s: it ends all, whatever `exit_code` says."""
+    found = run(case, 3)
+    odd = 0 if case == "stopped_first" else 2
+    others = [rank for rank in range(3) if rank != odd]
+    found.wait(
+        others,
+        rf"process {odd} has not answered for \d+\.\d s: if it, or its host, is stopped, JAX ends "
+        "all processes 10 to 20 s after that",
+    )
+    found.wait(others, f"waits for process {odd} in call 3 of 'step': the first collective that")
+    if case == "stopped":
+        assert found.processes[0].wait(400) not in (0, 7), found.all()
+
+
+def test_a_process_0_that_is_stopped_is_told_at_the_limit(run):
+    found = run("frozen_first", 2)
+    found.wait(
+        [1], r"call 3 of 'step' takes \S+ s, more than its limit of 5 s: process 0 has not answ"
+    )
+    assert found.processes[1].wait(400) == 7
+
+
 # -- alone ----------------------------------------------------------------------------------------
 
 
@@ -511,8 +535,25 @@ def test_arguments_of_different_shapes():
 def test_silence_is_no_fault_of_those_that_wait():
     board = Board(2)
     hear(board, rank=1, waiting_s=9.0, timeout_s=1.0, doing="running")
-    board.seen[1].at -= 60  # it was heard of a minute ago
+    board.seen[1].at -= 25  # it was heard of so many seconds ago
     assert "trouble" not in hear(board, rank=0, entered=0, known=0, runs=())
+
+
+def test_silence_is_told_before_jax_ends_all():
+    """JAX does 50 s after a process is stopped, or later, with its default of 100."""
+    board = Board(3)
+    for rank in range(3):
+        hear(board, rank=rank, timeout_s=120.0)
+    for rank in (1, 2):
+        board.seen[rank].at -= 40
+    hear(board, rank=0, timeout_s=120.0)
+    board.noticed = dict.fromkeys(board.noticed, 0.0)
+    assert re.fullmatch(
+        r"processes 1, 2 have not answered for 40\.\d s: if it, or its host, is stopped, JAX ends "
+        r"all processes 50 to 100 s after that; jaxpar\.initialize\(heartbeat_timeout_seconds=.*\) "
+        "sets the latter",
+        hear(board, rank=0, timeout_s=120.0)["trouble"]["what"],
+    )
 
 
 def test_one_that_has_finished_a_call_is_not_in_it():

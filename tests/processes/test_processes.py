@@ -1,5 +1,6 @@
 """Programs of several processes: their start, and what is said where they differ or are missing."""
 
+from inspect import signature
 from pathlib import Path
 
 import jax
@@ -9,8 +10,10 @@ import pytest
 from programs import free_port, run_together
 
 import jaxpar
+from jaxpar.tools.processes import heartbeat
 from jaxpar.tools.processes.meeting import processes_text
 
+JOB = {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 0}
 WORKER = Path(__file__).with_name("worker.py")
 
 
@@ -60,6 +63,14 @@ def test_a_process_that_is_killed_on_the_way(forks, tmp_path):
     assert "TimeoutError: agree: after 3 s process 1 of 2 is missing" in said[0]
 
 
+def test_who_is_late_is_told_before_jax_ends_all(forks, tmp_path):
+    said, errors, codes = run("late", 2, tmp_path, forks)
+    assert (said, codes) == (("agreed\n",) * 2, (0, 0)), "\n".join(errors)
+    ends = "; if it, or its host, is stopped, JAX ends all processes 5 to 10 s after that; jaxpar"
+    assert f"jaxpar.agree: process 1: after 3 s process 0 has not answered{ends}" in errors[1]
+    assert f"jaxpar.agree: process 0: after 3 s process 1 has not come{ends}" in errors[0]
+
+
 def test_a_process_0_that_does_not_answer(forks, tmp_path):
     said, errors, codes = run("silent", 2, tmp_path, forks)
     assert codes == (0, 3), "\n".join(errors)
@@ -107,12 +118,78 @@ def test_alone():
             "coordinator_address must be 'host:port', got",
         ),
         (("localhost:1", 0, 0), ValueError, "num_processes=0 must be at least 1"),
+        (
+            {"heartbeat_timeout": 3},
+            TypeError,
+            "'heartbeat_timeout' is no argument of jax.distributed.initialize in jax ",
+        ),
+        (
+            {"timeout_s": 5, "initialization_timeout": 3},
+            ValueError,
+            "timeout_s=5 and initialization_timeout=3 mean the same; give one",
+        ),
+        (
+            {"local_device_ids": [1]},
+            ValueError,
+            "local_device_ids=[1] is for one of several processes, and neither an address nor a "
+            "launcher tells of others; give coordinator_address, num_processes and process_id, or ",
+        ),
+        (
+            {"coordinator_bind_address": "[::]:1"},
+            ValueError,
+            "coordinator_bind_address='[::]:1' is",
+        ),
+        (
+            {**JOB, "coordinator_bind_address": "localhost"},
+            ValueError,
+            "coordinator_bind_address must be 'host:port', got 'localhost'",
+        ),
     ],
 )
 def test_refused(arguments, error, text):
+    args, kwargs = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     with pytest.raises(error, match=r"^initialize: ") as found:
-        jaxpar.initialize(*arguments)
+        jaxpar.initialize(*args, **kwargs)
     assert text in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "initialization_timeout"])
+def test_the_time_to_wait_by_either_name(name):
+    job = JOB | {"coordinator_address": f"localhost:{free_port()}"}
+    with pytest.raises(TimeoutError, match=r"initialize: after 0\.2 s process 1 of 2 is missing"):
+        jaxpar.initialize(**job, **{name: 0.2})
+
+
+TAKEN = [name for name in signature(jax.distributed.initialize).parameters if name not in JOB]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_every_argument_of_jax_reaches_it(name, monkeypatch):
+    """Beside the processes' numbers, and where a launcher knows these."""
+    taken = []
+    jax_takes = signature(jax.distributed.initialize)
+
+    def initialize(**given):
+        taken.append(given)
+
+    initialize.__signature__ = jax_takes
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(heartbeat, "LIMIT", [100.0])
+    value = "localhost:1" if name == "coordinator_bind_address" else 7
+    for others in ({}, JOB | {"num_processes": 1}):
+        monkeypatch.setenv("SLURM_JOB_ID", "1")
+        jaxpar.initialize(**others, **{name: value})
+        assert taken.pop() == {"initialization_timeout": 300, **others, name: value}
+    (beat,) = heartbeat.LIMIT
+    assert beat == (7 if name == "heartbeat_timeout_seconds" else 100)
+    if name == "cluster_detection_method":  # where no launcher is known to jaxpar
+        monkeypatch.delenv("SLURM_JOB_ID")
+        jaxpar.initialize(cluster_detection_method=value)
+        assert taken.pop() == {"initialization_timeout": 300, name: value}
+
+
+def test_times_alone_are_no_fault():
+    assert jaxpar.initialize(heartbeat_timeout_seconds=20, initialization_timeout=3).processes == 1
 
 
 def test_too_late():

@@ -35,10 +35,14 @@ def main() -> None:
     if CASE == "missing":
         timeout = 4
         come_together()
-    found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, timeout_s=timeout)
+    more = {"timeout_s": timeout}
+    if CASE == "late":  # by JAX's names
+        more = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": 10}
+        more |= {"coordinator_bind_address": f"127.0.0.1:{PORT}"}
+    found = jaxpar.initialize(f"localhost:{PORT}", COUNT, RANK, **more)
     assert (found.process, found.processes, found.devices) == (RANK, COUNT, 2 * COUNT)
     assert jaxpar.initialize() == found  # a second time
-    {"killed": killed, "silent": silent, "differ": differ, "equal": equal}[CASE]()
+    {"killed": killed, "late": late, "silent": silent, "differ": differ, "equal": equal}[CASE]()
 
 
 def come_together() -> None:
@@ -77,6 +81,15 @@ def silent() -> None:
         print(f"TimeoutError: {reason}", flush=True)
         (FOLDER / "said").touch()
         os._exit(3)
+
+
+def late() -> None:
+    """Each is late once, for longer than JAX may wait for a process that is stopped."""
+    for rank in range(2):
+        if rank == RANK:
+            time.sleep(6)
+        jaxpar.agree(timeout_s=300)
+    print("agreed", flush=True)
 
 
 def differ() -> None:

@@ -40,8 +40,9 @@ def agree(*, timeout_s: Number = 60, **values: Any) -> None:
 
     Raises:
       ValueError: processes differ; all raise it, with both sides and the first difference.
-      TimeoutError: processes are missing; the message lists them. At exit, JAX waits for dead
-        processes for the `heartbeat_timeout_seconds` of `jax.distributed.initialize`.
+      TimeoutError: processes are missing; the message lists them. If `timeout_s` is more than 0.3
+        of JAX's `heartbeat_timeout_seconds`, they are printed before. At exit, JAX waits as long as
+        that for dead processes.
 
     Cost: a message of some hundred bytes from each process to process 0. Arrays are copied to the
     host one at a time.

@@ -7,7 +7,7 @@ programs are equal, and in trouble where everyone is.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import floor, log2
@@ -16,9 +16,12 @@ from time import monotonic
 from typing import Any
 
 from jaxpar.tools.processes.guarded_programs import first_difference
+from jaxpar.tools.processes.heartbeat import jax_ends, patience
 from jaxpar.tools.processes.meeting import processes_text
 from jaxpar.tools.processes.messages import read, write
 from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, KnownProcess, ProcessState
+
+SILENCE = "silence"  # a kind of trouble
 
 
 @dataclass
@@ -163,7 +166,7 @@ class Board:
             return {"kind": f"out {sorted(out)}", "key": f"out {sorted(out)}", "what": what}
         late = [rank for rank in waiting if waiting[rank] > self.seen[rank].state.timeout_s]
         if not late:
-            return None
+            return self._silence(now)
         rank = max(late, key=waiting.__getitem__)
         state = self.seen[rank].state
         call, times = state.first, floor(log2(waiting[rank] / state.timeout_s))
@@ -172,6 +175,14 @@ class Board:
             f"of {state.timeout_s:g} s: {self._why(call, now)}"
         )
         return {"kind": f"late {call}", "key": f"late {call} {times}", "what": what}
+
+    def _silence(self, now: float) -> dict[str, Any] | None:
+        silent = [
+            rank
+            for rank, seen in sorted(self.seen.items())
+            if not seen.is_out and now - seen.at > patience()
+        ]
+        return silence(silent, max(now - self.seen[rank].at for rank in silent)) if silent else None
 
     def _needs(self, rank: int, ended: ProcessState) -> bool:
         """Returns whether a process awaits an ended one."""
@@ -205,6 +216,13 @@ class Board:
         since = self.noticed.setdefault(kind, now)
         spoken = (seen.at >= since for seen in self.seen.values() if not seen.is_out)
         return all(spoken) or now - since > 2 * BEAT
+
+
+def silence(ranks: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Returns the trouble that processes are silent, before JAX ends all; it ends none itself."""
+    have = "has" if len(ranks) == 1 else "have"
+    what = f"{processes_text(ranks)} {have} not answered for {seconds:.1f} s: {jax_ends()}"
+    return {"kind": SILENCE, "key": f"{SILENCE} {ranks}", "what": what}
 
 
 def _how_it_went(seen: KnownProcess, now: float) -> str:

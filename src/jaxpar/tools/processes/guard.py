@@ -30,7 +30,8 @@ from jaxpar.tools.processes.watch import watch
 def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | None = None) -> Any:
     """Watches a step: after a time limit, every process prints what each one is executing.
 
-    All print what is wrong at the limit, if a process is gone, or if programs differ. They name the
+    All print what is wrong at the limit, if a process is gone or silent, or if programs differ: a
+    silent one before JAX ends all for it (`initialize(heartbeat_timeout_seconds=)`). They name the
     first collective that needs a missing process, and each process's place in the mesh of a jitted
     function's arguments: `process 2 (pp=2)` has the stages of device 2 along a pipeline.
 
@@ -44,7 +45,8 @@ def guard(what: Any = "step", *, timeout_s: Number = 60, exit_code: Integer | No
       timeout_s: seconds without progress until all print; they print again after twice as long, and
         so on. Choose more than your longest step takes, not counting compilation if `what` is
         jitted.
-      exit_code: the status with which the process ends after printing. None: it goes on waiting.
+      exit_code: the status with which the process ends after printing, but not of silence before
+        the limit. None: it goes on waiting.
 
     Returns:
       For a function, a function with the same signature. For a name, a context manager and

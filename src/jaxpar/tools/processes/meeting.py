@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.tools.private_names import called, value_error
+from jaxpar.tools.processes.heartbeat import telling
 from jaxpar.tools.processes.messages import read, write
 
 
@@ -30,7 +31,7 @@ class _Meeting:
 
     def open(self, host: str) -> None:
         self.host, self.token = host, secrets.token_hex(16)
-        self.listeners = {name: socket.create_server(("", 0)) for name in ("agree", "guard")}
+        self.listeners = {name: _listening(("", 0)) for name in ("agree", "guard")}
         self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}
 
     def told(self) -> dict[str, Any]:
@@ -72,20 +73,33 @@ def token() -> str:
     return _meeting.token
 
 
-def call_roll(address: tuple[str, int], count: int, rank: int, seconds: float) -> None:
+def call_roll(
+    address: tuple[str, int], bound: tuple[str, int], count: int, rank: int, seconds: float
+) -> None:
     """Waits for all processes at the coordinator's address, before JAX takes it over.
+
+    `bound` is where process 0 listens for it.
 
     Process 0 tells the others where `agree` and `guard` will find it.
     """
     if rank:
         _say_here(address, rank, seconds)
         return
+    present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+    with _listening(bound) as roll:
+        _accept(present, roll, set(range(1, count)), seconds, lambda said: "rank" in said)
     _meeting.open(address[0])
-    with socket.create_server(("", address[1])) as roll:
-        present = _accept(roll, set(range(1, count)), seconds, lambda said: "rank" in said)
     for peer, _ in present.values():
         write(peer, _meeting.told())
         peer.close()
+
+
+def _listening(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    if host in ("", "::") and socket.has_dualstack_ipv6():
+        return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
 
 
 def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
@@ -104,7 +118,8 @@ def compare(texts: dict[str, list[str]], seconds: float) -> None:
         arrange()
     if jax.process_index() == 0:
         _gather_and_compare(texts, seconds)
-    else:
+        return
+    with telling(seconds, lambda: "process 0 has not answered"):
         _send_and_hear(texts, seconds)
 
 
@@ -112,12 +127,20 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
     # Process 0 compares digests, and asks only for a text that differs.
     own = {name: _digest(lines) for name, lines in texts.items()}
     others = set(range(1, jax.process_count()))
-    present = _accept(
-        _meeting.listeners["agree"],
-        others,
-        seconds,
-        lambda said: said.get("token") == _meeting.token,
-    )
+    present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+
+    def late() -> str:
+        missing = sorted(others - set(present))
+        return f"{processes_text(missing)} {'has' if len(missing) == 1 else 'have'} not come"
+
+    with telling(seconds, late):
+        _accept(
+            present,
+            _meeting.listeners["agree"],
+            others,
+            seconds,
+            lambda said: said.get("token") == _meeting.token,
+        )
     verdict = ""
     for rank, (peer, said) in sorted(present.items()):
         theirs = said["digests"]
@@ -156,13 +179,14 @@ def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
 
 
 def _accept(
+    present: dict[int, tuple[socket.socket, dict[str, Any]]],
     listener: socket.socket,
     wanted: set[int],
     seconds: float,
     known: Callable[[dict[str, Any]], bool],
-) -> dict[int, tuple[socket.socket, dict[str, Any]]]:
+) -> None:
+    """Fills `present` with those that come, until all that are wanted are there."""
     end = time.monotonic() + seconds
-    present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
     while wanted - set(present):
         listener.settimeout(max(0.01, end - time.monotonic()))
         try:
@@ -186,7 +210,6 @@ def _accept(
             present[said["rank"]] = (peer, said)
         else:
             peer.close()
-    return present
 
 
 def connect(address: tuple[str, int], seconds: float) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ from jaxpar.tools.private_names import (
     check_number,
     check_whole,
     public,
+    type_error,
     value_error,
 )
+from jaxpar.tools.processes import heartbeat
 from jaxpar.tools.processes.describe import Description, describe
 from jaxpar.tools.processes.meeting import call_roll
 
@@ -24,6 +27,8 @@ _LAUNCHERS = (
     *("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_NAME"),
     *("TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS"),
 )
+# Arguments that a process without others can leave aside.
+_TIMES = ("initialization_timeout", "heartbeat_timeout_seconds", "shutdown_timeout_seconds")
 
 
 @public
@@ -45,28 +50,41 @@ def initialize(
       coordinator_address: `"host:port"` of process 0.
       num_processes: the number of processes.
       process_id: the number of this process, from 0.
-      timeout_s: seconds to wait for the others.
-      **more: as for `jax.distributed.initialize`.
+      timeout_s: seconds to wait for the others, as `initialization_timeout` in JAX, which is
+        taken, too.
+      **more: as for `jax.distributed.initialize`. JAX ends all processes if one is stopped for
+        `heartbeat_timeout_seconds`, or half of it: `guard` and `agree` say so before.
 
     Returns:
       The current `describe()`.
 
     Raises:
       TimeoutError: processes are missing; the message lists them.
-      ValueError: only some of the first three arguments are given, or a number is out of range.
-      RuntimeError: arrays were made or devices were listed before.
+      ValueError: only some of the first three arguments are given, or a number is out of range; an
+        argument that a process without others cannot obey.
+      TypeError: an argument that this JAX does not know.
+      RuntimeError: arrays were made or devices were listed before; the processes have others
+        numbers already.
 
     Example:
       >>> initialize().processes  # alone
       1
     """
     given = (coordinator_address, num_processes, process_id)
-    seconds = check_number("timeout_s", timeout_s)
+    seconds = _seconds(timeout_s, more)
     if jax.distributed.is_initialized():
+        _check_same(num_processes, process_id)
         return describe()
     if all(value is None for value in given):
-        if any(name in os.environ for name in _LAUNCHERS):
+        method = more.get("cluster_detection_method")
+        if method is not None or any(name in os.environ for name in _LAUNCHERS):
             _start(dict(more), seconds)
+        elif idle := [name for name in more if name not in _TIMES and more[name] is not None]:
+            raise value_error(
+                f"{idle[0]}={more[idle[0]]!r} is for one of several processes, and neither an "
+                "address nor a launcher tells of others; give coordinator_address, num_processes "
+                f"and process_id, or leave out {idle[0]}"
+            )
         return describe()
     if any(value is None for value in given):
         raise value_error(
@@ -76,20 +94,55 @@ def initialize(
         )
     count = check_whole("num_processes", num_processes, 1)
     rank = check_whole("process_id", process_id, 0, count - 1, "the last of num_processes")
-    host, _, port = str(coordinator_address).rpartition(":")
-    if not host or not port.isdecimal():
-        raise value_error(f"coordinator_address must be 'host:port', got {coordinator_address!r}")
+    address = _host_and_port("coordinator_address", coordinator_address)
+    bound = more.get("coordinator_bind_address") or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    at = _host_and_port("coordinator_bind_address", bound) if bound else ("", address[1])
     if count > 1:
-        call_roll((host.strip("[]"), int(port)), count, rank, seconds)
+        call_roll(address, at, count, rank, seconds)
     numbers = {"num_processes": count, "process_id": rank}
     _start({"coordinator_address": coordinator_address, **numbers, **more}, seconds)
     return describe()
+
+
+def _seconds(timeout_s: Number, more: dict[str, Any]) -> float:
+    known = signature(jax.distributed.initialize).parameters
+    for name in more:
+        if name not in known:
+            raise type_error(
+                f"{name!r} is no argument of jax.distributed.initialize in jax {jax.__version__}, "
+                f"which takes {', '.join(known)}"
+            )
+    if (waits := more.pop("initialization_timeout", None)) is None:
+        return check_number("timeout_s", timeout_s)
+    if timeout_s != signature(initialize).parameters["timeout_s"].default:
+        raise value_error(
+            f"timeout_s={timeout_s} and initialization_timeout={waits} mean the same; give one"
+        )
+    return check_number("initialization_timeout", waits)
+
+
+def _check_same(num_processes: Integer | None, process_id: Integer | None) -> None:
+    now = {"num_processes": jax.process_count(), "process_id": jax.process_index()}
+    for name, value in (("num_processes", num_processes), ("process_id", process_id)):
+        if value is not None and value != now[name]:
+            raise RuntimeError(
+                f"{called()}: {name}={value}, but the processes have met already, as {name}="
+                f"{now[name]}; leave it out of the second call"
+            )
+
+
+def _host_and_port(name: str, address: Any) -> tuple[str, int]:
+    host, _, port = str(address).rpartition(":")
+    if not host or not port.isdecimal():
+        raise value_error(f"{name} must be 'host:port', got {address!r}")
+    return host.strip("[]"), int(port)
 
 
 def _start(arguments: dict[str, Any], seconds: float) -> None:
     try:
         given: Any = {"initialization_timeout": max(1, round(seconds)), **arguments}
         jax.distributed.initialize(**given)
+        heartbeat.LIMIT[0] = given.get("heartbeat_timeout_seconds", heartbeat.LIMIT[0])
     except RuntimeError as reason:
         if "before" not in str(reason):
             raise

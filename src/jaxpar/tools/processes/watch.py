@@ -20,9 +20,10 @@ from typing import Any
 import jax
 
 from jaxpar.tools.private_names import naming, value_error
-from jaxpar.tools.processes.board import Board
+from jaxpar.tools.processes.board import SILENCE, Board, silence
 from jaxpar.tools.processes.call import GuardedCall
 from jaxpar.tools.processes.guarded_programs import TracedProgram
+from jaxpar.tools.processes.heartbeat import patience
 from jaxpar.tools.processes.meeting import (
     arrange,
     board_address,
@@ -194,6 +195,9 @@ class Watch:
 
         def exchange(said: Mapping[str, Any]) -> dict[str, Any]:
             write(peer, said)
+            asked = monotonic()
+            while not wait([peer], BEAT):
+                self._tell_of_silence(monotonic() - asked)
             return read(peer)
 
         return exchange
@@ -248,10 +252,28 @@ class Watch:
         programs = [*self.programs.values(), *([call.program] if call and call.program else ())]
         mesh = next((one.mesh for one in reversed(programs) if one.mesh), None)
         report(self.rank, self.count, self.trouble, states, call, mesh)
+        if self.trouble["key"].startswith(SILENCE):
+            return  # it may come back
         if self.last is not None and self.last.exit_code is not None:
             # The others print it too, so process 0 must keep the board until then.
             sleep(2 * BEAT + 2 * BEAT * (self.rank == 0))
             os._exit(self.last.exit_code)
+
+    def _tell_of_silence(self, seconds: float) -> None:
+        """Tells what this process can, while process 0 does not answer."""
+        self._settle()
+        state = self.state()
+        if state.waiting_s is not None and state.waiting_s > state.timeout_s:
+            call = f"call {state.first} of {state.first_name!r}"
+            what = f"{call} takes {state.waiting_s:.1f} s, more than its limit of "
+            what += f"{state.timeout_s:g} s: process 0 has not answered for {seconds:.1f} s"
+            self.trouble = {"kind": "alone", "key": f"late {state.first}", "what": what}
+        elif seconds > patience():
+            self.trouble = {**silence([0], seconds), "kind": "alone"}
+        else:
+            return
+        self._answered.set()
+        self._tell([{**asdict(state), "ago": 0.0, "gone": None}])
 
     def _alone(self) -> None:
         # At the program's end this is no fault.
