@@ -1,11 +1,15 @@
 """A process of its own: what it says arrives record by record, and how it dies is told."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 import jaxpar
+from jaxpar.tools.cli.last_words import last_words
 from jaxpar.tools.cli.workers import COMPILING, converse, first_line, one_line
 
 SERVER = """
@@ -25,6 +29,13 @@ def serve(task):
 
 if __name__ == "__main__":
     answer(serve)
+"""
+
+STEP = """
+import jax, jax.numpy as jnp
+
+def f(mesh):
+    return jax.jit(lambda x: jnp.sin(x) @ x), (jax.ShapeDtypeStruct((256, 256), jnp.float32),)
 """
 
 
@@ -68,3 +79,50 @@ def test_errors_in_one_line():
     assert one_line(ValueError("\n  a\nb")) == "ValueError: a"
     assert one_line(KeyError()) == "KeyError: no reason given"
     assert len(first_line("x" * 1000)) == 400
+
+
+FATAL = "F1129 02:09:52.450559    1989 parse_flags_from_env.cc:234] "
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            f"{FATAL}Unknown flags in XLA_FLAGS: --xla_a=3 --xla_b\n",
+            "XLA_FLAGS has --xla_a=3 --xla_b, which this version does not know; remove it there",
+        ),
+        (
+            f"RuntimeError: cuDNN not found.\n{FATAL}Unknown flag in XLA_FLAGS: --xla_a=3",
+            "XLA_FLAGS has --xla_a=3, which this version does not know; remove it there",
+        ),
+        (
+            "a\nERROR: Unknown command line flag 'xla_a'\nb",
+            "LIBTPU_INIT_ARGS has flag 'xla_a', which this version does not know; remove it there",
+        ),
+        (
+            f"TypeError: caught\n{FATAL}Could not open file\n    @ 0x7f",
+            f"{FATAL}Could not open file",
+        ),
+        ("first\nValueError: the reason\n  trace\n", "ValueError: the reason"),
+        ("first\nlast\n\n", "last"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_last_words_are_those_that_say_why(log, words):
+    assert last_words(log) == words
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["tune", "m:f"]])
+def test_a_flag_that_xla_does_not_know_is_named(command, tmp_path):
+    """JAX ends the process in that case, without an exception."""
+    (tmp_path / "m.py").write_text(STEP)
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxpar", *command],
+        env=programs.environment(XLA_FLAGS="--xla_nonsense=3 --xla_cpu_max_isa=AVX2 --xla_other"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    text = "XLA_FLAGS has --xla_nonsense=3 --xla_other, which this version does not know; remove it"
+    assert text in run.stderr

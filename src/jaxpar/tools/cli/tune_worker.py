@@ -214,7 +214,7 @@ def _facts(target: Target, options: Mapping[str, Any]) -> Record:
 
 
 def _serve(task: Mapping[str, Any]) -> Iterator[Record]:
-    with start_jax():
+    with start_jax(hides=False):
         yield from serve(task)
 
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxpar.tools.cli import last_words
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.processes.start import initialize
 from jaxpar.tools.timeline.cuda_plugin import find_plugin
@@ -27,7 +27,6 @@ COMPILING = {
 
 _running: set[subprocess.Popen[str]] = set()  # the processes of all `converse` calls
 _END = "end"  # the last line of a process that is done
-_FATAL = re.compile(r"^F[0-9]{4} |Check failed|Fatal|\w+Error: ")
 
 
 def converse(
@@ -135,18 +134,19 @@ def start_jax(
     process_id: int = 0,
     num_processes: int = 1,
     timeout_s: float = 300,
+    hides: bool = True,
 ) -> Generator[str, None, None]:
     """Sets the number of CPU devices, joins processes, starts JAX, yields its output.
 
     It keeps a number that the user chose. With several processes, standard output has only what
-    Python prints.
+    Python prints. With `hides=False` JAX prints its output itself, into a log.
     """
     flag = "xla_force_host_platform_device_count"
     chosen = "JAX_NUM_CPU_DEVICES" in os.environ or flag in os.environ.get("XLA_FLAGS", "")
     if not chosen:
         jax.config.update("jax_num_cpu_devices", max(1, CPU_DEVICES // num_processes))
     if coordinator is None:
-        yield _start_backends()
+        yield _start_backends(hides)
         return
     if process_id == 0:
         _require_port(coordinator)
@@ -156,23 +156,33 @@ def start_jax(
         except ValueError as reason:  # a bad address; only process 0 tried the port before
             raise UsageError(f"--coordinator {coordinator}: {reason}") from None
         try:
-            yield _start_backends()
+            yield _start_backends(hides)
         finally:
             jax.distributed.shutdown()
 
 
-def _start_backends() -> str:
+def _start_backends(hides: bool) -> str:
+    if not hides:
+        jax.devices()
+        return ""
     # Plugins of missing accelerators print tracebacks, which are returned, not shown.
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        os.dup2(log.fileno(), 2)
-        try:
-            jax.devices()
-        finally:
-            sys.stderr.flush()
-            os.dup2(shown, 2)
-            os.close(shown)
+        # JAX ends the process without an exception, for a flag that XLA does not know.
+        with subprocess.Popen(
+            [sys.executable, "-I", last_words.__file__, str(log.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[log.fileno()],
+        ) as witness:
+            os.dup2(log.fileno(), 2)
+            try:
+                jax.devices()
+            finally:
+                sys.stderr.flush()
+                os.dup2(shown, 2)
+                os.close(shown)
+                witness.communicate(b"started")
         log.seek(0)
         return log.read()
 
@@ -193,7 +203,4 @@ def _require_port(coordinator: str) -> None:
 
 def _last_words(status: int, log: str) -> str:
     how = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    # A compiler's message comes before its stack trace.
-    said = [line for line in lines if _FATAL.search(line)] or lines[-1:]
-    return f"ended {how}: {said[0][:400] if said else 'it said nothing'}"
+    return f"ended {how}: {last_words.last_words(log)}"
