@@ -1,5 +1,7 @@
 """Batches on their devices, and the last one of an epoch."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +62,6 @@ def test_refused():
         ValueError, match=r"place_batch: the map has no spec for data; give LayoutMap"
     ):
         layout.place_batch(np.ones(8))
-    with pytest.raises(TypeError, match="a leaf that is no array"):
-        laid().place_batch({"x": "text"})
 
 
 def test_the_last_batch_counts_right():
@@ -98,6 +98,30 @@ def test_a_mesh_whose_processes_are_not_neighbours():
         layout.batch_part()
 
 
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (
+            np.array(["a", "b", "c", "d"]),
+            "'x/t' is an array of dtype <U1 (ndarray), which no array",
+        ),
+        (np.array([b"ab"] * 4), "'x/t' is an array of dtype |S2 (ndarray), which no array of JAX"),
+        (
+            np.array([None] * 4),
+            "'x/t' is an array of dtype object (ndarray), which no array of JAX",
+        ),
+        (["a", "b"], "'x/t/0' of the batch is 'a', no array; make numbers of it, or leave it out"),
+        ("a" * 99, f"'x/t' of the batch is '{'a' * 39}, no array; make numbers of it, or leave"),
+        (b"ab", "'x/t' of the batch is b'ab', no array; make numbers of it, or leave it out"),
+    ],
+)
+def test_text_in_a_batch_is_named(leaf, text):
+    batch, layout = {"x": {"t": leaf, "n": np.arange(4)}}, laid()
+    for place in (layout.place_batch, lambda batch: next(layout.batches([batch]))):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            place(batch)
+
+
 def test_a_process_without_any_batch(monkeypatch):
     monkeypatch.setattr("jaxpar.layout._batch._any_process", lambda here: True)  # another one has
     with pytest.raises(ValueError, match="process 0 has no batch at all, and others have; give"):
@@ -110,7 +134,7 @@ def test_a_process_without_any_batch(monkeypatch):
         ([np.ones(4), np.ones(5)], None, "a batch has 5 rows, and batches have at most 4"),
         ([np.ones(0)], None, "the first batch has no rows; say how many batches have, rows="),
         ([np.ones(4)], 0, "rows=0 must be at least 1"),
-        ([{"x": np.ones(4), "y": np.ones(3)}], None, "must have as many rows, along their first"),
+        ([{"x": np.ones(4), "y": np.ones(3)}], None, "first dimension, got 'x' (4,), 'y' (3,)"),
         ([np.ones(())], None, "must have as many rows"),
         ([np.ones(6)], None, "'dp' (4) does not divide dimension 0: 6 = 1 x 4 + 2; pad it to 8"),
     ],

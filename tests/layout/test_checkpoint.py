@@ -90,6 +90,52 @@ def test_another_model_is_refused(saved, tmp_path):
         layout.restore(tmp_path / "none")
 
 
+def test_checkpoints_in_folders_inside(saved, tmp_path):
+    """As Orbax's managers write them, and its newer functions: the folder to give is named."""
+    import orbax.checkpoint as ocp
+
+    layout = LayoutMap({"w": ("tp",)}).layout({"w": F32((8,))}, make_mesh("tp=8"))
+    w = layout.place({"w": np.arange(8, dtype="f")})
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        for step in (3, 7):
+            manager.save(step, args=ocp.args.Composite(weights=ocp.args.StandardSave(w)))
+    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(
+        tmp_path / "folder" / "state", args=ocp.args.PyTreeSave(w)
+    )
+    inside = (
+        f"in {tmp_path}/manager itself, but in its '3/weights', '7/weights'; give one of them, "
+    )
+    for folder, text in {
+        "folder": f"in {tmp_path}/folder itself, but in its 'state'; give {tmp_path}/folder/state",
+        "manager/3": f"but in its 'weights'; give {tmp_path}/manager/3/weights",
+        "manager": f"{inside}such as {tmp_path}/manager/7/weights",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(text)) as error:
+            layout.restore(tmp_path / folder)
+        said = Path(re.split("give |such as ", str(error.value))[-1])
+        np.testing.assert_array_equal(layout.restore(said)["w"], np.arange(8))
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        (
+            Path("gs://b/x"),
+            "folder='gs:/b/x' has lost a slash in pathlib; give text, 'gs://bucket/f",
+        ),
+        (
+            "http://b/x",
+            "folder='http://b/x' is no path of this host; copy it to this host with `curl",
+        ),
+    ],
+)
+def test_folders_of_other_hosts(folder, text):
+    layout = laid("fsdp=2,tp=4")
+    for act in (layout.restore, lambda folder: layout.save(folder, layout.place(values()))):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            act(folder)
+
+
 def test_states_of_optimizers_too(tmp_path):
     import optax
 

@@ -92,7 +92,7 @@ def test_folders(tmp_path):
     with pytest.raises(
         ValueError, match=r"there is no checkpoint in .*; give a folder that `save`"
     ):
-        layout.restore(tmp_path)
+        layout.restore(folder / "d")
     np.testing.assert_array_equal(layout.restore(folder)["w"], placed["w"])
     store = epath.testing.mock_epath(exists=lambda *_: True)
     with store, pytest.raises(ValueError, match="one exists already; give a folder"):

@@ -48,6 +48,12 @@ def test_processes_that_differ(forks, tmp_path):
         assert "'key', line 2: process 0 has 'values [0, 0]', process" in out
         assert "'weights', line 2: process 0 has 'values of digest " in out
         assert "process 0 has 'jax_default_matmul_precision=None', process" in out
+        differ = "Layout.place_batch: processes make different arrays: process 0 has "
+        rows = "float32[4,3] of [12, 3], and process 2 has 'x' float32[3,3] of [9, 3]; give each"
+        assert f"{differ}'x' {rows} process as many rows, or use Layout.batches, which" in out
+        assert f"{differ}'x' float32[4,3] of [12, 3], and process 2 has 'x' int8[3,3] of" in out
+        assert f"{differ}'' int64[4] of [12], and process 2 has '' int64[3] of [9]; give" in out
+        assert "placed: (12,)\nfilled: (12,)" in out
 
 
 def test_a_process_that_does_not_come(forks, tmp_path):

@@ -119,6 +119,20 @@ def differ() -> None:
         jaxpar.agree(**({"more": 1} if last else {"less": 1}))
     except ValueError as reason:
         print(f"names: {reason}", flush=True)
+    rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
+    placing = rules.layout({"w": jnp.ones(2 * COUNT)}, jaxpar.make_mesh(f"dp={COUNT},tp=2"))
+    y, x = np.arange(4), np.ones((4 - last, 3), np.float32)
+    for batch in ({"y": y, "x": x}, {"y": y, "x": x.astype("int8") if last else x}, y[last:], y):
+        try:
+            print(f"placed: {jax.tree.map(jnp.shape, placing.place_batch(batch))}", flush=True)
+        except ValueError as reason:
+            print(reason, flush=True)
+    with pytest.raises(ValueError, match=f"process 0 has 1 arrays, and process {COUNT - 1} has 2;"):
+        placing.place_batch([y] * (1 + last))
+    for batch, _ in placing.batches([y[last:]], rows=4):
+        print(f"filled: {batch.shape}", flush=True)
+    with pytest.raises(ValueError, match=r"Layout\.batches: processes make different arrays: pro"):
+        next(placing.batches([np.ones((4, 3 + last))]))
     key = jax.random.key(int(last))
     replicated = jax.sharding.NamedSharding(mesh, P())
     given = {

@@ -1,6 +1,7 @@
 """Traces: of CPU devices as they are recorded here, of TPUs and GPUs as their format is defined."""
 
 import gzip
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -182,6 +183,21 @@ def test_what_a_trace_has_not(folder, program, here, tmp_path):
     broken.write_bytes(b"no trace")
     with pytest.raises(ValueError, match=r"broken\.xplane\.pb is no trace \(.+\); name what jax"):
         read_trace(broken, program)
+    for name in ("host.trace.json.gz", "perfetto_trace.json.gz", "a.perfetto-trace"):
+        for_viewer = tmp_path / name
+        for_viewer.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+        text = f"{name} is no trace (it is for a viewer, and names no instructions); give {broken}"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            read_trace(for_viewer, program)
+    broken.unlink()
+    with pytest.raises(
+        ValueError, match=r"; give the \*\.xplane\.pb that jax\.profiler\.trace wro"
+    ):
+        read_trace(for_viewer, program)
+    with pytest.raises(
+        ValueError, match="is no path of this host; copy it to this host with `gclou"
+    ):
+        read_trace("gs://bucket/traces", program)
 
 
 # -- CPU devices of two processes ------------------------------------------------------------------

@@ -10,7 +10,9 @@ from pathlib import Path
 def written(path: str | Path) -> Generator[Path, None, None]:
     """Yields a temporary name; at the end, its file replaces `path`."""
     # An interruption leaves `path` unchanged. Special files are written directly.
-    final = Path(path).resolve()
+    from jaxpar.arguments.local_paths import local_path
+
+    final = local_path("path", path, writes=True).resolve()
     if final.exists() and not final.is_file():
         yield Path(path)
         return

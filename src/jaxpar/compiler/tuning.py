@@ -68,7 +68,10 @@ class Tuning:
     @staticmethod
     def read(path: str | Path) -> Tuning:
         """Reads a file that `write` wrote, or raises a `ValueError` with the reason."""
+        from jaxpar.arguments.local_paths import local_path
+
         with naming("tuned"):
+            local_path("path", path)
             again = f"write it: jaxpar tune module:function -o {path}"
             try:
                 record = json.loads(Path(path).read_text())

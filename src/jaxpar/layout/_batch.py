@@ -4,35 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import jax
 import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from jaxpar.arguments.calls import naming, type_error, value_error
 from jaxpar.layout._array_layout import axes_by_dim
 from jaxpar.layout._fit import Placed, Shaped
-from jaxpar.layout._layout_error import LayoutProblem, refuse
+from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._mesh import size_of
-from jaxpar.layout._paths import arrays_of
+from jaxpar.layout._paths import arrays_of, described, path_text
 from jaxpar.layout._rule import Rule
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout
 
 
-def place_batch(layout: Layout, batch: Any) -> Any:
-    found, tree = arrays_of(batch, "batch")
+def place_batch(layout: Layout, batch: Any, *, compare: bool = True) -> Any:
+    arrays, tree = _arrays_of(batch)
     problems: list[LayoutProblem] = []
-    placed: list[Any] = []
-    for leaf in found:
-        if leaf is None:
-            raise type_error("batch has a leaf that is no array; remove it, or make it an array")
-        placed.append(_place(layout, leaf[0], np.asarray(leaf[1]), problems))
+    laid = [_laid(layout, path, x, problems) for path, x in arrays]
     refuse(problems)
+    if compare and jax.process_count() > 1:
+        _compare([(path, x, shape) for (path, x), (_, shape) in zip(arrays, laid, strict=True)])
+    placed = [
+        jax.make_array_from_process_local_data(sharding, x, shape)
+        for (_, x), (sharding, shape) in zip(arrays, laid, strict=True)
+    ]
     return jax.tree.unflatten(tree, placed)
+
+
+def _arrays_of(batch: Any) -> tuple[list[tuple[str, np.ndarray]], Any]:
+    found, tree = arrays_of(batch, "batch")
+    arrays: list[tuple[str, np.ndarray]] = []
+    for pair, (keys, leaf) in zip(found, tree_leaves_with_path(batch), strict=True):
+        if pair is None:
+            raise type_error(
+                f"{path_text(keys)!r} of the batch is {leaf!r:.40}, no array; make numbers of it, "
+                "or leave it out"
+            )
+        described(*pair)  # refuses arrays of text
+        arrays.append((pair[0], np.asarray(pair[1])))
+    return arrays, tree
+
+
+def _compare(arrays: list[tuple[str, np.ndarray, tuple[int, ...]]]) -> None:
+    """Raises in all processes if they would make arrays of different shapes.
+
+    With such arrays their programs differ, whose collectives wait for ever or return garbage.
+    """
+    marks = [crc32(f"{path} {x.dtype} {shape}".encode()) for path, x, shape in arrays]
+    sums = _from_all([len(marks), crc32(repr(marks).encode())])
+    if (sums == sums[0]).all():
+        return
+    counts = sums[:, 0]
+    if (counts != counts[0]).any():
+        other = int(np.argmax(counts != counts[0]))
+        here, there = f"{counts[0]} arrays", f"{counts[other]}"
+    else:
+        differ = (all_marks := _from_all(marks)) != all_marks[0]
+        number = int(np.argmax(differ.any(0)))
+        other = int(np.argmax(differ[:, number]))
+        path, x, shape = arrays[number]
+        text = f"{path!r} {shape_text(x.dtype, x.shape)} of {list(shape)}"
+        texts = _from_all(list(text.encode()[:200].ljust(200)))
+        here, there = (bytes(texts[rank].tolist()).decode().strip() for rank in (0, other))
+    raise value_error(
+        f"processes make different arrays: process 0 has {here}, and process {other} has {there}; "
+        "give each process as many rows, or use Layout.batches, which fills up"
+    )
+
+
+def _from_all(numbers: list[int]) -> np.ndarray:
+    """Returns the numbers of each process, a row each."""
+    return np.asarray(multihost_utils.process_allgather(np.asarray(numbers, np.uint32)))
 
 
 def batch_part(layout: Layout) -> tuple[int, int]:
@@ -63,8 +113,8 @@ def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator
                 return
             if batch is None:  # another process still has rows
                 batch = _none_of(like)
-            batch = jax.tree.map(np.asarray, batch)
-            have = _rows_of(batch)
+            arrays, tree = _arrays_of(batch)
+            batch, have = jax.tree.unflatten(tree, [x for _, x in arrays]), _rows_of(arrays)
             if like is None:
                 like, rows = batch, rows or have
                 if not rows:
@@ -95,20 +145,23 @@ def _filled(layout: Layout, batch: Any, have: int, rows: int) -> tuple[Any, Arra
         return np.pad(x, [(0, rows - have)] + [(0, 0)] * (x.ndim - 1))
 
     weights = (np.arange(rows) < have).astype(np.float32)
-    return place_batch(layout, jax.tree.map(fill, batch)), place_batch(layout, weights)
+    return place_batch(layout, jax.tree.map(fill, batch)), place_batch(
+        layout, weights, compare=False
+    )
 
 
-def _place(layout: Layout, path: str, x: np.ndarray, problems: list[LayoutProblem]) -> Any:
+def _laid(
+    layout: Layout, path: str, x: np.ndarray, problems: list[LayoutProblem]
+) -> tuple[NamedSharding, tuple[int, ...]]:
+    """Returns a global array's sharding and shape; adds why it does not fit."""
     rule = _rule(layout)
     spec = PartitionSpec(*tuple(rule.layout)[: x.ndim])
     sharding = NamedSharding(layout.mesh, spec)
     parts = _processes_along(sharding, x.ndim)
     shape = tuple(size * count for size, count in zip(x.shape, parts, strict=True))
     array = Shaped(path, shape, x.dtype)
-    cut = Placed(array, "batch", rule.first(x.ndim), layout.mesh).lay(problems)
-    if cut is None:
-        return None
-    return jax.make_array_from_process_local_data(sharding, x, shape)
+    Placed(array, "batch", rule.first(x.ndim), layout.mesh).lay(problems)
+    return sharding, shape
 
 
 def _rule(layout: Layout) -> Rule:
@@ -131,12 +184,12 @@ def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
     )
 
 
-def _rows_of(batch: Any) -> int:
-    sizes = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(batch)}
+def _rows_of(arrays: list[tuple[str, np.ndarray]]) -> int:
+    sizes = {x.shape[0] if x.ndim else None for _, x in arrays}
     if len(sizes) != 1 or None in sizes:
         raise value_error(
             "the arrays of a batch must have as many rows, along their first dimension, got "
-            f"{sorted(map(str, (x.shape for x in jax.tree.leaves(batch))))}"
+            f"{', '.join(f'{path!r} {x.shape}' for path, x in arrays) or 'no array'}"
         )
     (rows,) = sizes
     return int(rows or 0)

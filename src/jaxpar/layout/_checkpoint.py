@@ -149,8 +149,20 @@ def _read(array: ArrayLayout, x: Array, noted: bool) -> Array:
 
 def _absolute(folder: str | Path) -> Any:
     """Returns an absolute folder, or Orbax's gs://bucket/folder."""
-    where = require("etils.epath", "checkpoint", called()).Path(folder)
-    return where if where.is_absolute() else where.absolute()
+    from jaxpar.arguments.local_paths import local_path
+
+    path = require("etils.epath", "checkpoint", called()).Path
+    try:
+        where = path(folder)
+    except KeyError:  # a site that it does not know
+        where = local_path("folder", folder)
+    if where.is_absolute():
+        return where
+    if str(folder).startswith("gs:/"):
+        raise value_error(
+            f"folder={str(folder)!r} has lost a slash in pathlib; give text, 'gs://bucket/folder'"
+        )
+    return local_path("folder", folder).absolute()
 
 
 def _metadata(checkpointer: Any, where: Any) -> Any:
@@ -160,6 +172,17 @@ def _metadata(checkpointer: Any, where: Any) -> Any:
         raise value_error(f"there is no folder {where}; give the one that `save` wrote{more}")
     found = checkpointer.metadata(where).item_metadata
     if found is None:
+        # Orbax's managers, and its newer functions, write the arrays into a folder inside.
+        parts = [
+            str(one.parent.relative_to(where))
+            for pattern in ("*/_METADATA", "*/*/_METADATA")
+            for one in sorted(where.glob(pattern))
+        ]
+        if parts:
+            some = ", ".join(map(repr, parts[:5])) + ", ..." * (len(parts) > 5)
+            last = f"{'one of them, such as ' * (len(parts) > 1)}{where / parts[-1]}"
+            text = f"there is no checkpoint in {where} itself, but in its {some}; give {last}"
+            raise value_error(text)
         raise value_error(f"there is no checkpoint in {where}; give a folder that `save` wrote")
     return found
 

@@ -14,6 +14,7 @@ from jaxpar.arguments.extras import distribution as distribution
 from jaxpar.arguments.extras import install_command as install_command
 from jaxpar.arguments.extras import installed as installed
 from jaxpar.arguments.extras import lacking as lacking
+from jaxpar.arguments.local_paths import local_path as local_path
 from jaxpar.arguments.types import AnyMesh as AnyMesh
 from jaxpar.arguments.types import Integer as Integer
 from jaxpar.arguments.types import MeshAxes as MeshAxes

@@ -20,6 +20,7 @@ from jaxpar.tools.private_names import (
     Chip,
     is_array,
     jitted_with,
+    local_path,
     naming,
     readable,
     value_error,
@@ -166,7 +167,7 @@ def compile_for(
             stage = fn.trace(*args)
     with jax.set_mesh(target.mesh), compiled_with(options), _other_devices_refused():
         lowered = stage.lower()
-        folder = None if cache is None else Path(cache)
+        folder = None if cache is None else local_path("cache", cache, writes=True)
         key = "" if folder is None else key_of(lowered, target, options)
         if folder is not None and (found := kept(folder, key)) is not None:
             text, memory = found["text"], _memory(found["text"], **found["memory"])

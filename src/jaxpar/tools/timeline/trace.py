@@ -11,6 +11,7 @@ from jax.profiler import ProfileData
 
 from jaxpar.tools.private_names import (
     NO_FIGURES,
+    local_path,
     naming,
     readable,
     reading_profiles,
@@ -65,7 +66,7 @@ def read_trace(
     """
     if program is not None and not isinstance(program, CompiledProgram):
         raise type_error(f"program must be what compile_for returns, got {type(program).__name__}")
-    files = _newest(Path(folder))
+    files = _newest(local_path("folder", folder))
     with reading_profiles():
         hosts = {file.name.removesuffix(".xplane.pb"): _data(file) for file in files}
         found = known_devices(hosts)
@@ -108,9 +109,12 @@ def _data(file: Path) -> Any:
         return ProfileData.from_serialized_xspace(file.read_bytes())
     except Exception as reason:  # whatever jaxlib raises for another kind of file
         said = str(reason).partition("\n")[0]
-        raise value_error(
-            f"{file} is no trace ({said}); name what jax.profiler.trace wrote"
-        ) from None
+        remedy = "name what jax.profiler.trace wrote"
+        if ".json" in file.name or ".perfetto" in file.name:
+            said = "it is for a viewer, and names no instructions"
+            beside = next(file.parent.glob("*.xplane.pb"), None)
+            remedy = f"give {beside or 'the *.xplane.pb that jax.profiler.trace wrote beside it'}"
+        raise value_error(f"{file} is no trace ({said}); {remedy}") from None
 
 
 def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
