@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpar import Quantized, make_mesh
 from jaxpar.layout import REPLICATED, Interleaved, LayoutError, LayoutMap, Padded, Split
@@ -285,3 +285,33 @@ def test_file_urls_and_collapsed_paths(tmp_path):
         layout.read_safetensors("file:///a/b")
     with pytest.raises(ValueError, match=re.escape("`gcloud storage cp -r gs://b/m .`")):
         layout.read_safetensors(tmp_path.__class__("gs://b/m"))
+
+
+def test_padded_weights_of_other_shapes_in_the_file(tmp_path):
+    """As the page says: heads are one dimension in the file, and both layouts pad."""
+    w = np.random.default_rng(0).normal(size=(8, 3, 4)).astype("f")
+    save_file({"q.weight": np.ascontiguousarray(w.reshape(8, 12).T)}, tmp_path / "a.safetensors")
+    params = {"w": jax.ShapeDtypeStruct(w.shape, "float32")}
+    flat = {"w": jax.ShapeDtypeStruct((8, 12), "float32")}
+    layout, file_layout = (
+        laid(params, {"w": (None, Padded("tp"))}),
+        laid(flat, {"w": (Padded("tp", 3),)}),
+    )
+    said = {"names": {"w": "q.weight"}, "transposed": "w"}
+
+    def like(x, other):
+        return x.reshape(other.shape).astype(other.dtype)
+
+    @jax.jit
+    def to_ours(read):
+        return layout.pad(jax.tree.map(like, file_layout.unpad(read), params))
+
+    @jax.jit
+    def to_theirs(ours):
+        there = file_layout.logical_shapes
+        return file_layout.pad(jax.tree.map(like, layout.unpad(ours), there))
+
+    ours = to_ours(file_layout.read_safetensors(tmp_path, **said))
+    np.testing.assert_array_equal(layout.gather(ours)["w"], w)
+    file_layout.write_safetensors(tmp_path / "b", to_theirs(ours), **said)
+    same_bits(load_file(tmp_path / "b/model.safetensors"), load_file(tmp_path / "a.safetensors"))

@@ -45,9 +45,9 @@ class Quantized:
       ValueError: scales of another rank, or that are no blocks, or two kinds of blocks.
 
     Example:
-      >>> w = Quantized(jnp.ones((8, 4), "int8"), jnp.full((1, 4), 0.5), dtype="float32")
-      >>> w.shape, w.dequantized()[0, 0]
-      ((8, 4), Array(0.5, dtype=float32))
+      >>> q, scales = jnp.arange(8, dtype="int8").reshape(2, 4), jnp.array([[1, 0.5, 2, 3]])
+      >>> Quantized(q, scales, dtype="float32").dequantized()[1]
+      Array([ 4. ,  2.5, 12. , 21. ], dtype=float32)
     """
 
     values: Leaf

@@ -39,9 +39,9 @@ class GatedActivation:
       >>> f = jaxpar.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp", activation=clamped),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp"), P(None, "tp"), P("tp")),
       ...     out_specs=P(None, "tp")))
-      >>> w = jnp.ones((4, 24))
-      >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
-      (2, 16, 4)
+      >>> x, w = jnp.arange(128.0).reshape(2, 16, 4) / 128, jnp.arange(96.0).reshape(4, 24) / 96
+      >>> wanted = clamped.function(x @ w, x @ w[::-1]) @ w.T
+      >>> np.testing.assert_allclose(f(x, w, w[::-1], w.T), wanted, rtol=1e-5)
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b model card" (2025).
     """

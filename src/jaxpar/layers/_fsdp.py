@@ -129,8 +129,9 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
       >>> dim, specs = {"w": 0, "b": None}, {"w": P("fsdp"), "b": P()}
       >>> gather = jaxpar.jit(jax.shard_map(lambda tree: fsdp_gather(tree, "fsdp", dim=dim),
       ...     mesh=mesh, in_specs=(specs,), out_specs=specs))
-      >>> gather({"w": jnp.ones((16, 4)), "b": jnp.ones(4)})["w"].shape  # 8 full copies
-      (128, 4)
+      >>> w = jnp.arange(64.0).reshape(16, 4)
+      >>> whole = gather({"w": w, "b": w[0]})["w"]
+      >>> np.testing.assert_array_equal(whole, jnp.tile(w, (8, 1)))  # 8 full copies
     """
     tree = as_arrays("tree", tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -212,8 +213,8 @@ def fsdp_linear(
       >>> mesh = make_mesh("fsdp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w, b: fsdp_linear(x, w, "fsdp", bias=b),
       ...     mesh=mesh, in_specs=(P("fsdp"), P("fsdp"), P("fsdp")), out_specs=P("fsdp")))
-      >>> f(jnp.ones((8, 16)), jnp.ones((16, 24)), jnp.ones(24)).shape
-      (8, 24)
+      >>> x, w = jnp.arange(128.0).reshape(8, 16), jnp.arange(384.0).reshape(16, 24)
+      >>> np.testing.assert_array_equal(f(x, w, w[1]), x @ w + w[1])
 
     Source: Rajbhandari et al., "ZeRO" (2020), stage 3.
     """

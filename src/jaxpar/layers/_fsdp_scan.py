@@ -192,8 +192,9 @@ def fsdp_scan(
       ...     return fsdp_scan(lambda w, x: jnp.tanh(x @ w), weights, x, "fsdp")
       >>> f = jaxpar.jit(jax.shard_map(network, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")),
       ...     out_specs=P("fsdp")))
-      >>> f(jnp.ones((3, 8, 8)), jnp.ones((16, 8))).shape
-      (16, 8)
+      >>> w, x = jnp.arange(192.0).reshape(3, 8, 8) / 999, jnp.arange(128.0).reshape(16, 8) / 128
+      >>> wanted = jnp.tanh(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2])
+      >>> np.testing.assert_allclose(f(w, x), wanted, rtol=1e-5)
     """
     check_policy(policy)
     stacked_params = as_arrays("stacked_params", stacked_params)

@@ -88,8 +88,8 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
       >>> mesh = make_mesh("dp=2,tp=4")
       >>> norm = jaxpar.jit(jax.shard_map(lambda w, b: global_norm((w, b)),
       ...     mesh=mesh, in_specs=(P("tp"), P()), out_specs=P()))
-      >>> norm(jnp.ones(8), jnp.ones(1))
-      Array(3., dtype=float32)
+      >>> norm(jnp.arange(8.0), jnp.array([2.0]))
+      Array(12., dtype=float32)
     """
     tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}

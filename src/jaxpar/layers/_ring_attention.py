@@ -97,10 +97,11 @@ def ring_attention(
       >>> mesh = make_mesh("cp=8")
       >>> attend = jaxpar.jit(jax.shard_map(lambda q, k, v: ring_attention(q, k, v, "cp"),
       ...     mesh=mesh, in_specs=(P(None, "cp"),) * 3, out_specs=P(None, "cp")))
-      >>> q, k = jnp.ones((2, 32, 4, 8)), jnp.ones((2, 32, 2, 8))
-      >>> places = zigzag_order(32, 8)
-      >>> attend(q[:, places], k[:, places], k[:, places]).shape
-      (2, 32, 4, 8)
+      >>> q, places = jax.random.normal(jax.random.key(0), (2, 32, 4, 8)), zigzag_order(32, 8)
+      >>> k, v = q[:, :, :2], q[:, :, 2:]
+      >>> wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, places]
+      >>> found = attend(q[:, places], k[:, places], v[:, places])
+      >>> np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
     Source: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers" (2023). Balanced
     orders: Brandon et al., "Striped attention" (2023), here by chunks.

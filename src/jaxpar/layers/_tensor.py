@@ -69,8 +69,8 @@ def column_parallel_linear(
       >>> mesh = make_mesh("tp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w: column_parallel_linear(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, None, "tp")))
-      >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 24))).shape
-      (2, 16, 24)
+      >>> x, w = jnp.arange(128.0).reshape(2, 16, 4), jnp.arange(96.0).reshape(4, 24)
+      >>> np.testing.assert_array_equal(f(x, w), x @ w)
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
     recomputation" (2022).
@@ -134,8 +134,8 @@ def row_parallel_linear(
       >>> mesh = make_mesh("tp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w: row_parallel_linear(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, None, "tp"), P("tp")), out_specs=P(None, "tp")))
-      >>> f(jnp.ones((2, 16, 24)), jnp.ones((24, 4)))[0, 0]
-      Array([24., 24., 24., 24.], dtype=float32)
+      >>> x, w = jnp.arange(768.0).reshape(2, 16, 24), jnp.arange(96.0).reshape(24, 4)
+      >>> np.testing.assert_array_equal(f(x, w), x @ w)
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
@@ -195,9 +195,9 @@ def gated_mlp(
       >>> f = jaxpar.jit(jax.shard_map(lambda x, *w: gated_mlp(x, *w, "tp"), mesh=mesh,
       ...     in_specs=(P(None, "tp"), P(None, "tp"), P(None, "tp"), P("tp")),
       ...     out_specs=P(None, "tp")))
-      >>> w = jnp.ones((4, 24))
-      >>> f(jnp.ones((2, 16, 4)), w, w, w.T).shape
-      (2, 16, 4)
+      >>> x, w = jnp.arange(128.0).reshape(2, 16, 4) / 128, jnp.arange(96.0).reshape(4, 24) / 96
+      >>> wanted = jax.nn.silu(x @ w) * (x @ -w) @ w.T
+      >>> np.testing.assert_allclose(f(x, w, -w, w.T), wanted, rtol=1e-5)
 
     Source: Shazeer, "GLU variants improve transformer" (2020).
     """

@@ -45,12 +45,12 @@ class Layout(Mapping[str, ArrayLayout]):
 
     Example:
       >>> rules = LayoutMap({"up": (None, "tp"), "down": (Padded("tp"),)})
-      >>> params = {"up": jnp.ones((4, 8)), "down": jnp.ones((6, 4))}
+      >>> params = {"up": jnp.ones((4, 8)), "down": jnp.arange(24.0).reshape(6, 4)}
       >>> layout = rules.layout(params, make_mesh("tp=8"))
       >>> layout["down"].local_shape
       (1, 4)
-      >>> layout.place(params)["down"].shape
-      (8, 4)
+      >>> layout.place(params)["down"][5:, 0].tolist()
+      [20.0, 0.0, 0.0]
     """
 
     def __init__(
@@ -503,14 +503,15 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Example:
           >>> from safetensors.numpy import save_file
-          >>> weights = {f"h.{layer}.weight": np.full((4, 8), layer, "f") for layer in range(2)}
+          >>> numbers = np.arange(64, dtype="f").reshape(2, 4, 8)
+          >>> weights = {f"h.{layer}.weight": numbers[layer] for layer in range(2)}
           >>> save_file(weights, f"{folder}.safetensors")
           >>> shapes = {"w": jax.ShapeDtypeStruct((2, 8, 4), "float32")}
           >>> layout = LayoutMap({"w": (None, "tp")}).layout(shapes, make_mesh("tp=8"))
           >>> names = {"w": ["h.0.weight", "h.1.weight"]}
           >>> w = layout.read_safetensors(f"{folder}.safetensors", names=names, transposed="w")["w"]
-          >>> w.shape, w.sharding.spec == P(None, "tp")
-          ((2, 8, 4), True)
+          >>> w[1, 2].tolist(), w.sharding.spec == P(None, "tp")
+          ([34.0, 42.0, 50.0, 58.0], True)
 
         Source: https://github.com/huggingface/safetensors.
         """

@@ -37,8 +37,8 @@ class Split:
       ValueError: fewer than one shard.
 
     Example:
-      >>> [shard.shape for shard in Split(3)(jnp.zeros((10, 2)))]
-      [(4, 2), (3, 2), (3, 2)]
+      >>> [shard.tolist() for shard in Split(3)(jnp.arange(10))]
+      [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     """
 
     count: Integer | AxisLike
@@ -162,8 +162,8 @@ class Replicate:
 
     Example:
       >>> action = Replicate(2)
-      >>> action.undo(action(jnp.ones(3)))
-      Array([1., 1., 1.], dtype=float32)
+      >>> action.undo(action(jnp.arange(3.0)))
+      Array([0., 1., 2.], dtype=float32)
     """
 
     count: Integer

@@ -66,8 +66,8 @@ def all_gather_matmul(
       >>> mesh = make_mesh("tp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
-      >>> f(jnp.ones((16, 4)), jnp.ones((4, 24))).shape
-      (16, 24)
+      >>> x, w = jnp.arange(64.0).reshape(16, 4), jnp.arange(96.0).reshape(4, 24)
+      >>> np.testing.assert_array_equal(f(x, w), x @ w)
 
     Source: Wang et al., "Overlap communication with dependent computation via decomposition in
     large deep learning models" (ASPLOS 2023).
@@ -127,8 +127,8 @@ def matmul_reduce_scatter(
       >>> mesh = make_mesh("tp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w: matmul_reduce_scatter(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp")))
-      >>> f(jnp.ones((16, 8)), jnp.ones((8, 24)))[0, 0]
-      Array(8., dtype=float32)
+      >>> x, w = jnp.arange(128.0).reshape(16, 8), jnp.arange(192.0).reshape(8, 24)
+      >>> np.testing.assert_array_equal(f(x, w), x @ w)
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
@@ -177,8 +177,8 @@ def matmul_all_reduce(
       >>> mesh = make_mesh("tp=8")
       >>> f = jaxpar.jit(jax.shard_map(lambda x, w: matmul_all_reduce(x, w, "tp"),
       ...     mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
-      >>> f(jnp.ones((3, 8)), jnp.ones((8, 5)))[0, 0]
-      Array(8., dtype=float32)
+      >>> x, w = jnp.arange(24.0).reshape(3, 8), jnp.arange(40.0).reshape(8, 5)
+      >>> np.testing.assert_array_equal(f(x, w), x @ w)
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
@@ -234,8 +234,8 @@ def collective_einsum(
       ...     return collective_einsum("bsd,dhe->bhse", x, w, "tp", gather="s")
       >>> f = jaxpar.jit(jax.shard_map(heads, mesh=mesh,
       ...     in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, "tp")))
-      >>> f(jnp.ones((2, 16, 4)), jnp.ones((4, 8, 3))).shape
-      (2, 8, 16, 3)
+      >>> x, w = jnp.arange(128.0).reshape(2, 16, 4), jnp.arange(96.0).reshape(4, 8, 3)
+      >>> np.testing.assert_array_equal(f(x, w), jnp.einsum("bsd,dhe->bhse", x, w))
     """
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)

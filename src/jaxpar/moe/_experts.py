@@ -82,9 +82,11 @@ def apply_experts(
     Cost: nothing is sent. 4 d f FLOPs for each row with an expert, or 6 d f with a gate.
 
     Example:
-      >>> experts = Experts(up=jnp.ones((2, 4, 6)), down=jnp.ones((2, 6, 4)))
-      >>> apply_experts(jnp.ones((3, 4)), experts, jnp.array([1, 1]), activation=jax.nn.relu)[:, 0]
-      Array([24., 24.,  0.], dtype=float32)
+      >>> w = jnp.arange(48.0).reshape(2, 4, 6)
+      >>> experts, x = Experts(up=w, down=w.mT), jnp.arange(12.0).reshape(3, 4)
+      >>> y = apply_experts(x, experts, jnp.array([1, 1]), activation=jax.nn.relu)
+      >>> y[0, 0] == x[0] @ w[0] @ w[0, 0], y[1, 0] == x[1] @ w[1] @ w[1, 0], y[2, 0].item()
+      (Array(True, dtype=bool), Array(True, dtype=bool), 0.0)
 
     Source: Shazeer, "GLU variants improve transformer" (2020).
     """

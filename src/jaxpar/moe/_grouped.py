@@ -74,9 +74,9 @@ def grouped_matmul(
     ragged dot without a kernel costs 2 m g k n FLOPs, and on GPUs the memory of g copies of `lhs`.
 
     Example:
-      >>> rows, weights = jnp.ones((6, 4)), jnp.stack([jnp.ones((4, 2)), jnp.full((4, 2), 2.0)])
+      >>> rows, weights = jnp.arange(6.0)[:, None], jnp.array([[[10.0, 1.0]], [[100.0, 2.0]]])
       >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0]
-      Array([4., 4., 8., 8., 8., 0.], dtype=float32)
+      Array([  0.,  10., 200., 300., 400.,   0.], dtype=float32)
 
     Source: Gale et al., "MegaBlocks" (2022).
     """

@@ -174,7 +174,7 @@ def assert_matches_reference(
       >>> assert_matches_reference(
       ...     lambda x, w: jax.lax.psum(x @ w, "x"),
       ...     lambda x, w: x @ w,
-      ...     np.ones((4, 8), np.float32), np.ones((8, 2), np.float32),
+      ...     np.arange(32, dtype="f").reshape(4, 8), np.arange(16, dtype="f").reshape(8, 2),
       ...     mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P(),
       ... )
     """
