@@ -171,6 +171,14 @@ def equal() -> None:
     born = layout.init(lambda: {"w": jnp.arange(60.0).reshape(10, 6)})
     np.testing.assert_array_equal(layout.gather(born)["w"], w)
 
+    file = FOLDER / "written.safetensors"
+    layout.write_safetensors(file, params, transposed="w")
+    back = layout.read_safetensors(file, transposed="w")
+    np.testing.assert_array_equal(layout.gather(back)["w"], w)
+    reason = f"{re.escape(str(file))} exists already" if RANK == 0 else "process 0 could not write"
+    with pytest.raises(ValueError, match=f"write_safetensors: {reason}"):
+        layout.write_safetensors(file, params, transposed="w")
+
     # Each process has rows of its own; the last one runs out first.
     rows = [np.full((2, 3), 10.0 * RANK + n) for n in range(3 - (RANK == COUNT - 1))]
     rows[-1] = rows[-1][: 2 - RANK % 2]
