@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -72,7 +73,8 @@ class Fork:
 
     def send_signal(self, number):
         if self.returncode is None and not select.select([self.told], [], [], 0)[0]:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it ended, and its keeper is about to tell
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
