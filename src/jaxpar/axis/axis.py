@@ -184,7 +184,7 @@ class Ring(Axis):
 
     def gathered_as(self, dtype: Any) -> Any:
         casts = self.gather_dtype is not None and is_wide_float(dtype)
-        return jnp.dtype(self.gather_dtype if casts else dtype)
+        return self.gather_dtype if casts else dtype
 
     def describe_shard(self, w: jax.Array) -> str:
         used, text = self.gathered_as(w.dtype), f"{w.dtype}{list(w.shape)}"

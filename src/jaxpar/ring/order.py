@@ -186,6 +186,8 @@ def known_after(tree: Any, index: Index) -> Array:
     # The minimum of the index, and of the index plus a count of nonzero elements.
     for x in jax.tree.leaves(tree):
         if x.size and not any(spec_of(x)):
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                x = jax.random.key_data(x)
             first = lax.squeeze(_first(x), range(x.ndim))
             nonzero = lax.convert_element_type(lax.ne(first, np.zeros((), x.dtype)), "int32")
             index = lax.min(index, lax.add(index, nonzero))
