@@ -137,7 +137,7 @@ class Split:
     def local_mask(self, size: int) -> Bool[Array, " block"]:
         """Returns which entries of this device's block are real, inside `jax.shard_map`."""
         _, blocks, index = self._here((size,) * (1 + abs(self.dim)))
-        return jnp.arange(blocks.block) < jnp.asarray(blocks.sizes, jnp.int32)[index]
+        return jnp.arange(blocks.block, dtype="int32") < jnp.asarray(blocks.sizes, jnp.int32)[index]
 
     def _here(self, shape: Sequence[int]) -> tuple[int, PaddedDim, Array]:
         if isinstance(self.count, int):
