@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -270,7 +271,6 @@ def test_no_ring_where_permutes_are_synchronous(slice_, shape, synchronous):
     assert named(chosen(mesh, shape["x"], LARGE)) == expected
 
 
-@settings(max_examples=100)
 @given(
     st.sampled_from(CHIPS),
     st.integers(1, 64),
@@ -296,7 +296,7 @@ def test_the_choice_is_never_predicted_to_be_slower_than_naive(chip, n, flops, b
             assert time(way) <= time(other) * (1 + 1e-9)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.sampled_from(CHIPS), st.integers(3, 64), st.integers(1, 10**10))
 def test_no_time_is_below_the_floor(chip, n, block_bytes):
     """No way computes faster than peak, or moves its bytes faster than the links do."""

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
@@ -85,7 +86,7 @@ def test_walks_across_a_cube_are_never_over_one_link(dimensions):
                 assert walk.behind(neighbour, hops + 1) == walk.behind(device, hops)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.lists(st.integers(3, 9), min_size=1, max_size=3).filter(lambda s: prod(s) <= 200))
 def test_any_torus(sizes):
     check(tuple(sizes))

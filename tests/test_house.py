@@ -270,6 +270,48 @@ def test_functions_inside_of_functions():
     assert not nested, "give them what they close over as arguments, or make a class of it"
 
 
+def aliases():
+    """What names of the package stand for, where a module assigns one to an annotation."""
+    return {
+        node.targets[0].id: node.value
+        for path in FILES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+def dimensions(node, known, depth=4):
+    """The strings of an annotation and of the aliases in it, as jaxtyping reads them."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+        elif isinstance(part, ast.Name) and part.id in known and depth:
+            yield from dimensions(known[part.id], known, depth - 1)
+
+
+def is_of_many(node):
+    """Whether it is of as many values as there are: `tuple[X, ...]`, `list[X]` and the like."""
+    if not isinstance(node, ast.Subscript):
+        return False
+    kind, ends = ast.unparse(node.value), ast.unparse(node.slice).endswith(", ...)")
+    return kind in ("list", "Sequence", "Iterable", "dict", "Mapping") or (kind == "tuple" and ends)
+
+
+def test_arrays_of_a_container_may_differ_in_shape():
+    """`tuple[Num[Array, "*out"], ...]` would bind all of them to one shape.
+
+    A checker of types looks at one of them by chance, so it refuses a right result now and then.
+    """
+    known = aliases()
+    bound = {
+        f"{name}, line {part.lineno}: {ast.unparse(part)}"
+        for name, node in functions()
+        for part in ast.walk(node)
+        if is_of_many(part) and any("*" in text for text in dimensions(part, known))
+    }
+    assert not bound, 'write "..." for dimensions in which they may differ'
+
+
 def equations(jaxpr):
     """How many equations a program has, with those of programs inside."""
     inside = (sub for eqn in jaxpr.eqns for sub in subjaxprs(eqn.params))

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -153,7 +154,7 @@ def test_ring_order_of_every_order_of_axes(shape):
         np.testing.assert_array_equal(ring_order(mesh.abstract_mesh, axes), found)
 
 
-@settings(max_examples=10, derandomize=True)
+@examples(10, derandomize=True)
 @given(meshes(), st.data())
 def test_ring_order_on_any_mesh(mesh, data):
     for axes, found in found_orders(mesh, [data.draw(axis_orders(mesh))]):

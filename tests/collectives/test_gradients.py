@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from examples import examples
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -22,8 +23,8 @@ from jaxpar.testing import (
 MODES = ("unidirectional", "bidirectional", "auto", "naive")
 RINGS = MODES[:2]
 both_rings = pytest.mark.parametrize("mode", RINGS)
-few = settings(
-    max_examples=6,
+few = examples(
+    6,
     derandomize=True,
     phases=[Phase.generate],  # not shrinking: each try would compile anew
 )

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -36,7 +37,7 @@ def has_two_axes(mesh):
     return sum(size > 1 for size in mesh.devices.shape) > 1  # one axis is tested below
 
 
-@settings(max_examples=12, derandomize=True)
+@examples(12, derandomize=True)
 @given(meshes().filter(has_two_axes), st.data())
 def test_shift_is_roll_on_any_mesh(mesh, data):
     axes = data.draw(axis_orders(mesh, min_axes=min(2, mesh.devices.ndim)))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from examples import examples
+from hypothesis import HealthCheck, Phase, assume, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -110,11 +111,9 @@ def as_jax(x):
     return bits(jnp.asarray(x)) if is_array else x
 
 
-few = settings(
-    max_examples=10,
-    deadline=None,
+few = examples(
+    10,
     derandomize=True,
-    database=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking compiles for minutes
     suppress_health_check=list(HealthCheck),
 )

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -24,7 +25,7 @@ from jaxpar.testing import assert_matches_reference, axis_orders, dtypes, meshes
 MODES = ["unidirectional", "bidirectional", "naive", "stationary", "chunked-2", "chunked-8"]
 modes = st.sampled_from(MODES)
 blocks = st.integers(1, 3)  # sizes of a dimension on one device: 1, even and odd
-few = settings(max_examples=4)
+few = examples(4)
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,28 @@ def test_all_gather_matmul_gathers_lhs(data, ring, mode, dtype, check_vma, rank,
         in_specs=(lhs_spec, P(None, last)),
         out_specs=out_spec,
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n", [1, 2])
+def test_weights_of_different_widths(n, mode):
+    """Several traces: a checker of types looks at one of the results, by chance."""
+    mesh = Mesh(jax.devices()[:n], ("x",), axis_types=(AxisType.Auto,))
+    x, weights = normal((4 * n,)), tuple(normal((4 * n, width * n)) for width in (1, 3, 2))
+    specs = {"in_specs": (P("x"), P(None, "x")), "out_specs": P("x")}
+
+    def products(x, weights):
+        return all_gather_matmul(x, weights, "x", dim=0, mode=mode)
+
+    for _ in range(4):
+        mapped = jax.shard_map(lambda *args: products(*args), mesh=mesh, **specs)
+        shapes = [y.shape for y in jax.eval_shape(mapped, x, weights)]
+        assert shapes == [(width * n,) for width in (1, 3, 2)]
+
+    def reference(x, weights):
+        return tuple(x @ w for w in weights)
+
+    assert_matches_reference(products, reference, x, weights, mesh=mesh, **specs)
 
 
 @few

@@ -3,13 +3,14 @@ import sys
 import jax
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxpar.testing import axis_orders, meshes, specs
 
-quick = settings(max_examples=50)
+quick = examples(50)
 many = settings(max_examples=2000)  # for find, which stops early
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh
@@ -59,7 +60,7 @@ def linear_args(dtype):
 
 
 @floats
-@settings(max_examples=2)
+@examples(2)
 @given(mesh=meshes(max_axes=2), seed=st.integers(0, 99))
 def test_gather_and_scatter_over_any_mesh(dtype, mesh, seed):
     axes, n = mesh.axis_names, mesh.size

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.testing import dtypes, even_shapes, ragged_sizes, uneven_shapes
 
-quick = settings(max_examples=50)
+quick = examples(50)
 many = settings(max_examples=2000)  # for find, which stops early
 
 

@@ -142,7 +142,7 @@ def _bwd(
             sums = add_tile(tile, keys, sums, first=not number)
         return sums[0], sums[1:]
 
-    def visit(dq: Queries, visits: Visits) -> tuple[Queries, list[KeySums]]:
+    def visit(dq: Queries, visits: Visits) -> tuple[Queries, list[Any]]:
         made: list[Any] = []
         for number, (keys, source) in enumerate(visits):
             sums: Sums = dq, _zeros(keys.k, dtype), _zeros(keys.v, dtype)

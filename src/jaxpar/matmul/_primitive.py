@@ -47,16 +47,16 @@ def gather_underived(
     """
     method, left = replace(method, way=method.underived), method.sent(left)
 
-    def in_blocks() -> tuple[Out, ...]:
+    def in_blocks() -> tuple[Num[Array, "..."], ...]:
         return gather_blocks(method, products, left, rights, None)[0]
 
-    def across(chunks: int) -> tuple[Out, ...]:
+    def across(chunks: int) -> tuple[Num[Array, "..."], ...]:
         from jaxpar.matmul._across import gather_across
 
         run = gather_underived
         return gather_across(run, method, chunks, products, left, rights) or in_blocks()
 
-    def staying() -> tuple[Out, ...]:
+    def staying() -> tuple[Num[Array, "..."], ...]:
         from jaxpar.matmul._stationary import stay
 
         return stay(method, products, exact_of(left), rights) or in_blocks()

@@ -14,8 +14,11 @@ from jaxpar.ring.parts import join_dims, split_dim
 
 
 def stay(
-    method: RingEinsum, products: tuple[Product, ...], left: Left, rights: tuple[Right, ...]
-) -> tuple[Out, ...] | None:
+    method: RingEinsum,
+    products: tuple[Product, ...],
+    left: Left,
+    rights: tuple[Num[Array, "..."], ...],
+) -> tuple[Num[Array, "..."], ...] | None:
     """Computes products with a stationary `left`; None if an operand is empty."""
     if not all(x.size for x in (left, *rights)):
         return None
