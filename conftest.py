@@ -16,6 +16,7 @@ if version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
@@ -28,7 +29,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile(
     "jaxpar", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("thorough", settings.get_profile("jaxpar"), max_examples=50 * 100)
 settings.load_profile("jaxpar")
+
+# All tests draw other numbers with another seed: what they check must not depend on the draw.
+SEED = int(os.environ.get("JAXPAR_TEST_SEED", "0"))
+if SEED:
+    draws, keys = np.random.default_rng, jax.random.key
+    np.random.default_rng = lambda seed=None: draws(np.random.SeedSequence(seed, spawn_key=(SEED,)))
+    jax.random.key = lambda seed, **options: keys(seed + SEED, **options)
 
 # Modules whose annotations have shapes: checks of every call take a fifth of the tests' time.
 SOURCES = Path(__file__).parent / "src"
@@ -62,6 +71,13 @@ def quick_compilation(request):
     yield
     jax.config.update("jax_disable_most_optimizations", False)
     jax.clear_caches()  # a module's programs are gigabytes in the end, and of no use to the next
+
+
+@pytest.fixture
+def float64():
+    """Numbers of 64 bits, for what `tests/support/wide.py` compares."""
+    with jax.enable_x64(True):
+        yield
 
 
 # Some gigabytes that a contributor may do without. `nox -s tests`, and so CI, installs them.

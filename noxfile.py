@@ -51,6 +51,41 @@ def tests_of_versions(session: nox.Session) -> None:
     session.run(*PYTEST, *(f"tests/{name}.py" for name in found), *session.posargs)
 
 
+# The files that ask Hypothesis for examples, and the folders that compare floats.
+PROPERTIES = (
+    *("matmul/test_values_and_cotangents", "collectives/test_gradients", "collectives/test_shift"),
+    *("testing/test_meshes", "testing/test_reference", "testing/test_shapes", "test_mesh"),
+    *("layout/test_split", "layout/test_round_trips", "layout/test_interleaved", "test_choice"),
+    *("layers/test_ring_attention", "test_cycles"),
+)
+NUMERIC = (
+    *("matmul", "collectives", "layers", "layout", "moe", "pipeline", "testing"),
+    *(f"test_{name}.py" for name in ("axis", "interop", "modes", "quantized", "tuning")),
+)
+
+
+@nox.session
+def properties(session: nox.Session) -> None:
+    """Runs the property tests with 50 times their examples, others each time: hours."""
+    session.install("-e", ".[test]")
+    found = (f"tests/{name}.py" for name in PROPERTIES)
+    session.run(*PYTEST, "--hypothesis-profile", "thorough", *found, *session.posargs)
+
+
+@nox.session
+def rounding(session: nox.Session) -> None:
+    """Runs tests of numbers with other instruction sets, threads and draws: hours, on x86.
+
+    Without F16C, which SSE4_2 lacks, XLA compiles no float16.
+    """
+    session.install("-e", ".[test]")
+    for isa, threads, seed in (("AVX2", 1, 1), ("SSE4_2", 4, 2), ("AVX2", 4, 3), ("SSE4_2", 1, 3)):
+        env = {"XLA_FLAGS": f"--xla_cpu_max_isa={isa}", "NPROC": f"{threads}"}
+        found = ["-k", "not float16"] if isa == "SSE4_2" else []
+        found += [f"tests/{name}" for name in NUMERIC]
+        session.run(*PYTEST, *found, *session.posargs, env={**env, "JAXPAR_TEST_SEED": f"{seed}"})
+
+
 def _jax_for(python: str | bool | None) -> tuple[str, ...]:
     """The oldest that is supported on 3.11, and the newest elsewhere."""
     return (f"jax=={OLDEST_JAX}", f"jaxlib=={OLDEST_JAX}") if python == "3.11" else ()

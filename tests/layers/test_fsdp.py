@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike, wide
 
 from jaxpar import Axis, make_mesh
 from jaxpar.compiler.jaxprs import subjaxprs
@@ -221,8 +222,8 @@ def check_scan(layer, layers, check_vma, *, mode="auto", policy=None):
 
 
 @pytest.mark.parametrize(("mode", "check_vma"), [("naive", True), ("bidirectional", False)])
-def test_scan_twice_in_reverse(mode, check_vma):
-    stack, x = stack_of(3), normal(4, 6)
+def test_scan_twice_in_reverse(mode, check_vma, float64):
+    stack, x = wide((stack_of(3), normal(4, 6)))
 
     def penalty(network):  # of the gradient of the network's sum of squares
         def gradient(stack):
@@ -242,8 +243,7 @@ def test_scan_twice_in_reverse(mode, check_vma):
         return jax.lax.scan(lambda x, weights: (layer(weights, x), None), x, stack)[0]
 
     found, wanted = (jax.jit(jax.grad(penalty(f)))(stack) for f in (mapped, plain))
-    for name, want in wanted.items():
-        np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    assert_alike(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -495,16 +495,16 @@ def test_what_a_policy_keeps_of_scan(policy, extra, repeated):
     assert matmuls(jax.make_jaxpr(pull)(out).jaxpr) == 3 * 4 + repeated
 
 
-def test_a_policy_of_scan_beside_integers_and_what_a_layer_closes_over():
+def test_a_policy_of_scan_beside_integers_and_what_a_layer_closes_over(float64):
     """And twice in reverse."""
-    stack, x, scale = stack_of(3), normal(4, 6), normal(6)
+    stack, x, scale = wide((stack_of(3), normal(4, 6), normal(6)))
     stack["step"] = np.arange(3, dtype="int32")
 
     def network(scale, stack, x, policy=None, plain=False):
         def layer(weights, state):
             x, count = state
             own = {name: weights[name] for name in "wbv"}
-            x = named_layer(own, x) * (scale * (1 + weights["step"]).astype("float32"))[None]
+            x = named_layer(own, x) * (scale * (1 + weights["step"]).astype(x.dtype))[None]
             return x, count + weights["step"]
 
         state = x, jnp.int32(0)
@@ -529,9 +529,7 @@ def test_a_policy_of_scan_beside_integers_and_what_a_layer_closes_over():
         in_specs=(P(), specs, P("f")),
         out_specs=P("f"),
     )
-    pairs = (jax.tree.leaves(second(f)) for f in (mapped, partial(network, plain=True)))
-    for found, plain in zip(*pairs, strict=True):
-        np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-4 * np.abs(plain).max())
+    assert_alike(second(mapped), second(partial(network, plain=True)))
 
 
 def test_what_is_no_policy():
@@ -540,13 +538,13 @@ def test_what_is_no_policy():
 
 
 @pytest.mark.parametrize(("layers", "check_vma"), [(1, True), (2, False), (5, True)])
-def test_scan_of_integers_among_the_weights(layers, check_vma):
-    stack, x, scale = stack_of(layers, k=8, hidden=12), normal(8, 8), normal(8)
+def test_scan_of_integers_among_the_weights(layers, check_vma, float64):
+    stack, x, scale = wide((stack_of(layers, k=8, hidden=12), normal(8, 8), normal(8)))
     stack["step"] = jnp.arange(layers * 8).reshape(layers, 8)  # gathered too, without a gradient
     specs = {"w": P(None, "f"), "b": P(), "v": P(None, None, "f"), "step": P(None, "f")}
 
     def scaled(w, x, scale):
-        return layer({name: w[name] for name in "wbv"}, x) * scale + w["step"].astype("float32")
+        return layer({name: w[name] for name in "wbv"}, x) * scale + w["step"].astype(x.dtype)
 
     def loss(stack, x, scale):
         dims, axis = {**SHARDED, "step": 0}, Axis("f", mode="naive")
@@ -568,12 +566,9 @@ def test_scan_of_integers_among_the_weights(layers, check_vma):
         jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2), allow_int=True))(stack, x, scale)
         for fn in (mapped, on_one_device)
     )
-    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
-    assert of_stack["step"].dtype == jax.dtypes.float0
-    for name in "wbv":
-        np.testing.assert_allclose(of_stack[name], of_stack_wanted[name], rtol=1e-4, atol=1e-4)
-    for a, b in zip(others, others_wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    for gradients in (of_stack, of_stack_wanted):
+        assert gradients.pop("step").dtype == jax.dtypes.float0
+    assert_alike((value, of_stack, others), (wanted, of_stack_wanted, others_wanted))
 
 
 def test_bf16_gradients_are_summed_in_float32():
@@ -651,18 +646,17 @@ def test_errors_of_linear():
 
 
 @pytest.mark.parametrize("over", ["a", "b", ("a", "b"), None])
-def test_a_bias_over_fewer_axes_than_its_weight(over):
+def test_a_bias_over_fewer_axes_than_its_weight(over, float64):
     """Types say over which it is sharded."""
-    x, w, b = normal(8, 6), normal(6, 8), normal(8)
+    x, w, b = wide((normal(8, 6), normal(6, 8), normal(8)))
     mapped = jax.shard_map(
         lambda x, w, b: fsdp_linear(x, w, ("a", "b"), bias=b, dim=1),
         mesh=mesh_of("a=2,b=2"),
         in_specs=(P(("a", "b")), P(None, ("a", "b")), P(over)),
         out_specs=P(("a", "b")),
     )
-    np.testing.assert_allclose(jax.jit(mapped)(x, w, b), x @ w + b, rtol=1e-5, atol=1e-5)
     grad = jax.jit(jax.grad(lambda b: jnp.sum(jnp.sin(mapped(x, w, b)))))(b)
-    np.testing.assert_allclose(grad, np.cos(x @ w + b).sum(0), rtol=1e-4, atol=1e-5)
+    assert_alike((jax.jit(mapped)(x, w, b), grad), (x @ w + b, np.cos(x @ w + b).sum(0)))
 
 
 def test_a_bias_of_fractions_of_a_result_of_integers():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike, wide
 
 from jaxpar import Axis, make_mesh
 from jaxpar.layers import copy_region, gather_region, reduce_region, scatter_region
@@ -122,7 +123,7 @@ def test_what_is_sent():
     assert sent(lambda x: scatter_region(x, "x"), P("x", "y"), P("x", "y")) == ({}, {})
 
 
-def test_gradients_inside_of_replicated_values():
+def test_gradients_inside_of_replicated_values(float64):
     """Under check_vma=True each derivative is the one that is named, inside too."""
 
     def body(x, w):
@@ -131,10 +132,9 @@ def test_gradients_inside_of_replicated_values():
 
         return jax.grad(loss)(x), jax.grad(lambda x: jnp.vdot(copy_region(x, "x")[:2], w))(x)
 
-    x, w = normal(8), normal(8)
+    x, w = wide((normal(8), normal(8)))
     cut, copied = jax.jit(mapped(body, (P(), P("x")), P()))(x, w)
-    np.testing.assert_allclose(cut, np.cos(x) * w, rtol=1e-6)
-    np.testing.assert_allclose(copied[:2], np.sum(w.reshape(4, 2), axis=0), rtol=1e-5)
+    assert_alike((cut, copied[:2]), (np.cos(x) * w, np.sum(w.reshape(4, 2), axis=0)))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_wire_of_another_kind(region):
 
 
 @check
-def test_twice_in_reverse(check_vma):
+def test_twice_in_reverse(check_vma, float64):
     def fn(x, w):
         whole = gather_region(x, "x", dim=0)
         part = copy_region(jnp.sin(whole), "x") @ w
@@ -176,9 +176,8 @@ def test_twice_in_reverse(check_vma):
 
         return jax.jit(jax.grad(bend, argnums=(0, 1)))
 
-    args = normal(8, 3), 0.3 * normal(3, 8)
-    for found, expected in zip(second(fn)(*args), second(alone)(*args), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5 * np.max(np.abs(expected)))
+    args = wide((normal(8, 3), 0.3 * normal(3, 8)))
+    assert_alike(second(fn)(*args), second(alone)(*args))
 
 
 def test_integers_empty_arrays_and_vmap():

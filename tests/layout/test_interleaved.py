@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
+from wide import assert_alike
 
 from jaxpar import make_mesh
 from jaxpar.axis.padding import PaddedDim
@@ -99,7 +101,7 @@ def test_devices_have_their_stages(p, v):
         assert stages == {device + p * r for r in range(v)}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.integers(1, 5),
     st.integers(1, 5),
@@ -124,7 +126,7 @@ def test_any_order_and_back(p, v, k, dim, dtype):
     assert blocks.is_plain == (min(p, v) == 1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 20), st.integers(1, 6), st.integers(0, 2), st.booleans())
 def test_entries_within_padded_blocks(size, parts, extra, evenly):
     block = -(-size // parts) + extra
@@ -200,8 +202,8 @@ def test_init_needs_no_whole_stack():
     assert seen[0].temp_size_in_bytes < 6 * block  # 32 if the compiler exchanged whole arrays
 
 
-def test_moments_lie_like_their_parameters(tmp_path):
-    model = {"layers": {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8)}}
+def test_moments_lie_like_their_parameters(tmp_path, float64):
+    model = {"layers": {"w": np.arange(64.0).reshape(8, 8)}}
     optimizer = optax.adam(1e-1)
 
     def step(params, state):
@@ -219,11 +221,11 @@ def test_moments_lie_like_their_parameters(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         found = jax.jit(step)(*jax.jit(step)(params, optimizer.init(params)))
     for one, x, wanted in zip((layout, of_state), found, expected, strict=True):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), one.gather(x), wanted)
+        assert_alike(one.gather(x), wanted)
     of_state.save(tmp_path / "state", found[1])
     plain = LayoutMap({"layers/.*": ("pp", "tp")}).layout(model, mesh_of(2))
     back = plain.like(jax.eval_shape(optimizer.init, plain.shapes)).restore(tmp_path / "state")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), back, expected[1])
+    assert_alike(back, expected[1])
 
 
 @pytest.mark.parametrize(

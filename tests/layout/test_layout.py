@@ -10,12 +10,14 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike
 
 from jaxpar import make_mesh
 from jaxpar.layers import fsdp_scan
 from jaxpar.layout import REPLICATED, LayoutError, LayoutMap, Padded, Split
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+F64 = partial(jax.ShapeDtypeStruct, dtype=np.float64)
 
 
 def a_model():
@@ -210,15 +212,15 @@ def test_fsdp_over_two_axes_and_behind_tp():
     assert layout.fsdp_dims(("fx", "fy")) == {"w": 1}
 
 
-def test_a_scan_with_its_dimensions():
+def test_a_scan_with_its_dimensions(float64):
     """Nothing but the layout is written for shard_map and fsdp_scan."""
     mesh = make_mesh("fsdp=8")
-    shapes = {"up": F32((3, 8, 16)), "down": F32((3, 16, 8))}
+    shapes = {"up": F64((3, 8, 16)), "down": F64((3, 16, 8))}
     rules = LayoutMap(
         {"up": "layers a b", "down": "layers b a"}, axes={"layers": None, "a": "fsdp", "b": None}
     )
     layout = rules.layout(shapes, mesh)
-    params, x = filled(shapes), np.ones((8, 8), np.float32)
+    params, x = filled(shapes), np.ones((8, 8))
 
     def layer(w, x):
         return jnp.tanh(x @ w["up"]) @ w["down"]
@@ -232,7 +234,7 @@ def test_a_scan_with_its_dimensions():
     wanted = x
     for index in range(3):
         wanted = layer(jax.tree.map(lambda w, i=index: w[i], params), wanted)
-    np.testing.assert_allclose(y, wanted, rtol=1e-5)
+    assert_alike(y, wanted)
 
 
 def of_matrices(params):
@@ -333,9 +335,9 @@ def test_moments_have_the_padding_of_their_parameters():
         layout.like({"mu": layout.shapes}, rules)
 
 
-def test_moments_over_the_axis_of_the_data():
+def test_moments_over_the_axis_of_the_data(float64):
     """ZeRO-1: weights whole on all devices, moments in parts; the steps are those of one device."""
-    params = {"embedding": F32((10, 6)), "layers": [{"w": F32((6, 8))} for _ in range(2)]}
+    params = {"embedding": F64((10, 6)), "layers": [{"w": F64((6, 8))} for _ in range(2)]}
     rules = {"embedding": (Padded("tp"), None), r"layers/\d/w": REPLICATED}
     layout = LayoutMap(rules, batch=P("dp")).layout(params, make_mesh("dp=2,tp=4"))
     optimizer = optax.adam(1e-2)
@@ -370,12 +372,7 @@ def test_moments_over_the_axis_of_the_data():
         run = jax.jit(step, out_shardings=(layout.shardings, state.shardings))
         found = run(*run(layout.place(start), made))
     assert found[1][0].mu["layers"][0]["w"].addressable_shards[0].data.shape == (3, 2)
-    for one, whole in zip(
-        jax.tree.leaves((layout.gather(found[0]), state.gather(found[1]))),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        np.testing.assert_allclose(one, whole, rtol=1e-5)
+    assert_alike((layout.gather(found[0]), state.gather(found[1])), expected)
 
 
 def test_rules_of_states_hold_or_are_refused():

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike, wide
 
 from jaxpar import make_mesh
 from jaxpar.layout import (
@@ -498,19 +499,19 @@ def step(params, state, tokens):
 def two_losses(params, state, tokens, **options):
     run = jax.jit(step, **options)
     params, state, first = run(params, state, tokens)
-    return [float(first), float(run(params, state, tokens)[2])]
+    return [first, run(params, state, tokens)[2]]
 
 
 @pytest.fixture(scope="module")
 def on_one_device():
     """Parameters, and the losses of two steps."""
-    with jax.numpy_dtype_promotion("standard"):
-        start = jax.jit(NET.init)(jax.random.key(0), TOKENS)
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
+        start = wide(jax.jit(NET.init)(jax.random.key(0), TOKENS))
         return start, two_losses(start, jax.jit(ADAM.init)(start), TOKENS)
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 8, 1)])
-def test_one_model_on_every_mesh(sizes, on_one_device):
+def test_one_model_on_every_mesh(sizes, on_one_device, float64):
     """Data, fully sharded and tensor parallel: two steps of Adam are those of one device."""
     mesh = make_mesh(dict(zip(("dp", "fsdp", "tp"), sizes, strict=True)))
     start, expected = on_one_device
@@ -526,4 +527,4 @@ def test_one_model_on_every_mesh(sizes, on_one_device):
         state = jax.jit(ADAM.init, out_shardings=states.shardings)(params)
         out = (layout.shardings, states.shardings, None)
         losses = two_losses(params, state, layout.place_batch(TOKENS), out_shardings=out)
-    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    assert_alike(losses, expected)
