@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike, wide
 
 from jaxpar import Axis, make_mesh, ring_shift
 from jaxpar.choose.choice import choose_ways
@@ -507,10 +508,10 @@ def test_a_call_inside_an_activation_is_named():
 @pytest.mark.parametrize(
     ("tokens", "dim", "check_vma"), [((4, 16, 8), -2, True), ((16, 3, 8), 0, False)]
 )
-def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypatch):
+def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypatch, float64):
     """Values and gradients of what `auto` does on TPU, with two collectives for each chunk."""
     shape = tokens
-    wide = [normal(*shape), normal(8, 12), normal(8, 12), normal(12, 8)]
+    args = wide([normal(*shape), normal(8, 12), normal(8, 12), normal(12, 8)])
 
     def spec(size):
         places = [None] * len(shape)
@@ -530,9 +531,7 @@ def test_rows_that_go_through_an_mlp_in_chunks(tokens, dim, check_vma, monkeypat
         loss = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(mapped(axis)(*a))), range(4))
         return jax.jit(loss)
 
-    wanted = with_gradients(Axis("tp", mode="naive"))(*wide)
+    wanted = with_gradients(Axis("tp", mode="naive"))(*args)
     monkeypatch.setattr("jaxpar.layers._projections.choose_row_chunks", lambda _: 2)
-    assert count_collectives(mapped("tp"), *wide).forward == {"all_gather": 2, "psum_scatter": 2}
-    found = with_gradients("tp")(*wide)
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert count_collectives(mapped("tp"), *args).forward == {"all_gather": 2, "psum_scatter": 2}
+    assert_alike(with_gradients("tp")(*args), wanted)
