@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from wide import assert_alike
 
 from jaxpar import (
     Axis,
@@ -16,7 +17,7 @@ from jaxpar import (
     reduce_scatter,
     ring_shift,
 )
-from jaxpar.layers import fsdp_gather, gather_region, scatter_region
+from jaxpar.layers import fsdp_gather, fsdp_scan, gather_region, scatter_region
 from jaxpar.ring import order
 
 RINGS = ("unidirectional", "bidirectional")
@@ -177,3 +178,38 @@ def test_keys_in_the_order_of_each_backend(kind, monkeypatch):
         return all_gather(x, AXES, tiled=True, mode="bidirectional")
 
     check(on_devices(gathers, x, check_vma=True), x, on_each)
+
+
+@pytest.mark.parametrize(("mode", "check_vma"), [("naive", True), ("bidirectional", False)])
+def test_gradients_beside_keys(mode, check_vma, float64):
+    """Of parameters that are gathered with keys, in a scan over layers too."""
+    axis, draw = Axis("tp", mode=mode), jax.vmap(jax.random.uniform)
+    params = {
+        "w": np.random.default_rng(1).standard_normal((2, 8)),
+        "key": jax.random.split(jax.random.key(1), (2, 8)),
+    }
+
+    def layer(weights, x):
+        return jnp.tanh(x * jnp.sum(weights["w"]) + jnp.vdot(draw(weights["key"]), weights["w"]))
+
+    def loss(w, key, x):
+        first = fsdp_gather({"w": w[0], "key": key[0]}, axis)
+        return lax.psum(
+            jnp.sum(fsdp_scan(layer, {"w": w, "key": key}, layer(first, x), axis)), "tp"
+        )
+
+    def on_one_device(w, key, x):
+        for index in (0, 0, 1):
+            x = layer({"w": w[index], "key": key[index]}, x)
+        return jnp.sum(x)
+
+    mapped = jax.shard_map(
+        loss,
+        mesh=make_mesh("tp=4", devices=jax.devices()[:4]),
+        in_specs=(P(None, "tp"), P(None, "tp"), P("tp")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    args = params["w"], params["key"], np.linspace(0.0, 1.0, 4)
+    found, wanted = (jax.jit(jax.value_and_grad(f))(*args) for f in (mapped, on_one_device))
+    assert_alike(found, wanted)
