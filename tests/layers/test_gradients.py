@@ -442,7 +442,7 @@ def test_no_specs_under_check_vma_false():
 def test_specs_that_differ_from_the_types():
     step = mean_value_and_grad(lambda p, x: good(p["w"], x), "dp", specs={"w": P("dp")})
     assert error(lambda w, x: step({"w": w}, x)) == (
-        "leaf ['w'] varies over ['tp'], but its spec shards it over ['dp']; give the in_specs of "
+        "params['w'] varies over ['tp'], but its spec shards it over ['dp']; give the in_specs of "
         "the tree, or leave out specs=, which check_vma=True does not need; name axes in "
         "groups= if devices along them have models of their own"
     )

@@ -183,11 +183,11 @@ def test_no_copy_of_a_weight_is_kept():
 
     @jax.jit
     def scanned(w, x, batch):
-        return lax.scan(layer, x, w)[0]
+        return lax.scan(layer, x, w)[0], None
 
     def kept(w, x):
-        found = residuals_of(scanned, Ring(("pp",), size=1), w, x, {})
-        shapes.extend(leaf.shape for leaf in found.forward(w, x, {})[1])
+        found = residuals_of(scanned, Ring(("pp",), size=1), {}, w, x, {})
+        shapes.extend(leaf.shape for leaf in found.forward(w, x, {})[-1])
         return x
 
     shapes = []

@@ -51,7 +51,7 @@ def test_one_virtual_stage_is_1f1b():
 def test_no_two_residuals_share_a_slot(devices, microbatches, virtual):
     schedule = interleaved_1f1b(devices, microbatches, virtual)
     numbers = trip_numbers(schedule)
-    kinds = [kind for *kind, trips in numbers.stretches() for _ in numbers.loss[trips]]
+    kinds = [kind for *kind, trips in numbers.stretches(True) for _ in numbers.loss[trips]]
     assert len(kinds) == len(schedule.trips()[0])
     for device, trips in enumerate(schedule.trips()):
         held, real = {}, set()

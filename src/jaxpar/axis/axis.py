@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -32,6 +33,7 @@ from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
+OPTIONS = "mode", "wire_dtype", "backward", "keep_gathered", "gather_dtype"
 MODES: tuple[Mode, ...] = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
@@ -106,9 +108,10 @@ class Axis:
                 inner: Any = self.names
                 if self.mode == "auto":
                     object.__setattr__(self, "mode", inner.mode)
-                for option in ("wire_dtype", "backward", "keep_gathered", "gather_dtype"):
+                for option in OPTIONS[1:]:
                     if getattr(self, option) is None:
                         object.__setattr__(self, option, getattr(inner, option))
+                object.__setattr__(self, "names", inner.names)
             object.__setattr__(self, "names", axis_names(self.names))
             check_mode(self.mode)
             if self.backward is not None:
@@ -250,21 +253,16 @@ def bind(
     *,
     mode: Any = None,
     wire_dtype: Any = None,
-    gathers: bool = False,
+    refuses: Sequence[str] = ("gather_dtype",),
 ) -> Ring:
     """Returns the ring over `axis`, the user's `argument`.
 
-    A `mode` is for both passes. A `gather_dtype` is refused unless the caller `gathers` weights.
+    A `mode` is for both passes. Options of an `Axis` that the caller `refuses` must not be given.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
-    if given.gather_dtype is not None and not gathers:
-        raise value_error(
-            f"{argument} has gather_dtype={given.gather_dtype}, which is for weights that are "
-            "gathered: by fsdp_gather, fsdp_linear, fsdp_scan, an fsdp_axis or all_gather_matmul; "
-            "leave it out here, and cast the operand with .astype"
-        )
+    check_options(argument, given, refuses)
     if mode is not None:
         check_mode(mode)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
@@ -294,11 +292,30 @@ def _axis_size(argument: str, name: str) -> int:
     return size
 
 
-def bind_any(axes: AxisLike, argument: str = "axis") -> Ring:
-    return Ring((), size=1) if axes in ((), []) else bind(axes, argument)
+def bind_any(axes: AxisLike, argument: str = "axis", **options: Any) -> Ring:
+    return Ring((), size=1) if axes in ((), []) else bind(axes, argument, **options)
+
+
+def check_options(argument: str, axis: Axis, refused: Sequence[str]) -> None:
+    """Refuses options of an `Axis` that would have no effect."""
+    for option in refused:
+        value = getattr(axis, option)
+        if value in (None, "auto", "naive"):
+            continue
+        remedy = f"which has no effect here; give the names alone: {axis.names}"
+        if option == "gather_dtype":
+            remedy = (
+                "which is for weights that are gathered: by fsdp_gather, fsdp_linear, fsdp_scan, "
+                "an fsdp_axis or all_gather_matmul; leave it out here, and cast the operand with "
+                ".astype"
+            )
+        raise value_error(f"{argument} has {option}={value}, {remedy}")
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
+    """Returns the names alone, and refuses options of an `Axis`."""
+    if isinstance(axis, Axis):
+        check_options(argument, axis, OPTIONS)
     names = axis.names if isinstance(axis, Axis) else axis
     names = (
         (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names

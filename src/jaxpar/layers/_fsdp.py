@@ -135,7 +135,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """
     tree = as_arrays("tree", tree)
     leaves, treedef = jax.tree.flatten(tree)
-    dims, ring = broadcast_dim(dim, tree), bind(axis, gathers=True)
+    dims, ring = broadcast_dim(dim, tree), bind(axis, refuses=())
     shards = bind_shards(leaves, dims, ring, scales_among(tree))
     check_own_leaves("tree", tree, ring, "a shard", OR_WHOLE, dims)
     from jaxpar.axis.scale_blocks import told_blocks
@@ -221,7 +221,7 @@ def fsdp_linear(
     x, weight = as_array("x", x), as_operand("w", w)
     labels = matmul_labels(x, weight)
     label = labels.rhs[check_dim("dim", dim, weight.shape)]
-    call = _einsum.make_call(labels, bind(axis, gathers=True), preferred_element_type, precision)
+    call = _einsum.make_call(labels, bind(axis, refuses=()), preferred_element_type, precision)
     call = replace(call, regather=True, names=("x", "w"))
     (y,) = _einsum.gather(call, "rhs", label, x, (weight,))
     if bias is None:

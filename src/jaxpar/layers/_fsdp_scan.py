@@ -203,7 +203,7 @@ def fsdp_scan(
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
-    ring = bind(axis, gathers=True)
+    ring = bind(axis, refuses=())
     shards = bind_shards(own, dims, ring, scales_among(stacked_params))
     check_own_leaves("stacked_params", stacked_params, ring, "a shard", OR_WHOLE, dims)
 

@@ -15,15 +15,22 @@ from jaxtyping import Float, Inexact, Num, Shaped
 from jaxpar.arguments.calls import of_user, public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
+from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
+from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
-from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
+from jaxpar.layers._reduction import (
+    check_bucket,
+    check_own_shards,
+    manual_axes,
+    sharded_axes,
+    sum_leaves,
+)
 
 # From parameters and a batch to this device's (loss, (weight, aux)).
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
+NOT_IN_GROUPS = "leave that axis out of groups"
 SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that share one loss"
 
 
@@ -52,7 +59,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
       >>> mean(jnp.arange(16.0))
       Array(7.5, dtype=float32)
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=OPTIONS)
     loss, weight = _check_scalars(loss_sum, weight)
     check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     total = lax.stop_gradient(_total(widened(weight), ring))
@@ -119,14 +126,13 @@ def mean_value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring, apart = bind_any(axis), bind_any(groups, "groups")
+        ring, apart = bind_any(axis), bind_any(groups, "groups", refuses=OPTIONS)
         _check_apart(ring, apart)
         checked = checks_varying(manual_axes())
         params = as_arrays("params", params)
-        jax.tree_util.tree_map_with_path(_check_parameter, params)
-        if apart.names:
-            check_own_leaves("params", params, apart, "parameters", "leave that axis out of groups")
-        sharded = sharded_axes(params, specs, apart.names)
+        check_parameters("params", params, "pass it to loss_fn apart from params")
+        check_own_shards("params", params, specs, apart, "parameters", NOT_IN_GROUPS)
+        sharded = sharded_axes("params", params, specs, apart.names)
         # Each device differentiates its own copy of a replicated parameter. Otherwise JAX would
         # sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
@@ -161,10 +167,9 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
     """Wraps `loss_fn`; types checked results as device shares."""
 
     def local(params: Any, batch: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
-        result = loss_fn(params, *batch)
-        result, aux = _pair(result) if has_aux else (result, None)
-        loss, weight = _check_result(result, ring, apart)
-        return loss, (weight, as_arrays("aux", aux))
+        (loss, weight), aux = losses_of("loss_fn", loss_fn(params, *batch), has_aux)
+        _check_axes(loss, weight, ring, apart)
+        return vary_over(ring.names, loss), (vary_over(ring.names, weight), as_arrays("aux", aux))
 
     return local
 
@@ -212,26 +217,32 @@ def _first(parts: int, batches: Any) -> Any:
     return batches if parts == 1 else jax.tree.map(lambda x: x[0], batches)
 
 
-def _pair(result: Any) -> tuple[Any, Any]:
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], tuple):
+def losses_of(function: str, result: Any, has_aux: bool) -> tuple[tuple[Any, Any], Any]:
+    """Returns `((loss_sum, weight), aux)`, wide, of what a user's function returned."""
+    if has_aux and (not _is_pair(result) or not isinstance(result[0], tuple)):
         raise type_error(
-            f"with has_aux loss_fn must return ((loss_sum, weight), aux), got {_kind(result)}"
+            f"with has_aux {function} must return ((loss_sum, weight), aux), got {_kind(result)}"
         )
-    return result
-
-
-def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""], Num[Array, ""]]:
-    if not isinstance(result, tuple) or len(result) != 2:
+    result, aux = result if has_aux else (result, None)
+    if not _is_pair(result):
         raise type_error(
-            f"loss_fn must return (loss_sum, weight), got {_kind(result)}; return the "
+            f"{function} must return (loss_sum, weight), got {_kind(result)}; return the "
             "sum of the losses and their number"
         )
     if isinstance(result[0], tuple):  # a pair of pairs, as with has_aux
         raise type_error(
-            "loss_fn returned ((loss_sum, weight), aux); pass has_aux=True, or return "
+            f"{function} returned ((loss_sum, weight), aux); pass has_aux=True, or return "
             "(loss_sum, weight) alone"
         )
-    loss, weight = _check_scalars(*result)
+    loss, weight = map(widened, _check_scalars(*result))
+    return (loss, weight), aux
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def _check_axes(loss: Array, weight: Array, ring: Ring, apart: Ring) -> None:
     for argument, x in (("loss_sum", loss), ("weight", weight)):
         others = sorted(varying_axes(x) - set(ring.names) - set(apart.names))
         if others:
@@ -243,7 +254,6 @@ def _check_result(result: Any, ring: Ring, apart: Ring) -> tuple[Float[Array, ""
             )
     if ring.names:
         check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
-    return vary_over(ring.names, (widened(loss), widened(weight)))
 
 
 def _kind(result: Any) -> str:
@@ -267,13 +277,13 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped
     return loss, weight
 
 
-def _check_parameter(path: Any, leaf: Shaped[Array, " ..."]) -> None:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise type_error(
-            f"params{jax.tree_util.keystr(path)} is "
-            f"{leaf.dtype}{list(leaf.shape)}, which has no gradient; pass it to loss_fn apart "
-            "from params"
-        )
+def check_parameters(argument: str, tree: Any, remedy: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise type_error(
+                f"{argument}{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}, "
+                f"which has no gradient; {remedy}"
+            )
 
 
 def _check_apart(ring: Ring, apart: Ring) -> None:
@@ -286,13 +296,13 @@ def _check_apart(ring: Ring, apart: Ring) -> None:
 
 
 def cut_batch(
-    parts: int, path: Any, leaf: Shaped[Array, " ..."]
+    parts: int, function: str, path: Any, leaf: Shaped[Array, " ..."]
 ) -> Shaped[Array, "{parts} size ..."]:
     place = jax.tree_util.keystr(path)
     if not leaf.ndim:
         raise value_error(
             f"batch{place} is a scalar, which microbatches={parts} cannot cut; "
-            "broadcast it over the batch, or let loss_fn close over it"
+            f"broadcast it over the batch, or let {function} close over it"
         )
     size = leaf.shape[0]
     if size % parts:

@@ -221,7 +221,7 @@ def bind_projection(
     options: Options,
 ) -> Projection:
     ring = bind(axis)
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", gathers=True)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", refuses=())
     shared = set(ring.names) & set(fsdp.names if fsdp else ())
     if shared:
         raise value_error(

@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import keystr
 from jaxtyping import Float, Num
 
 from jaxpar.arguments.calls import called, public, type_error, value_error
 from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype
-from jaxpar.arguments.trees import as_arrays
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree
-from jaxpar.axis.axis import AxisLike, bind, bind_any
+from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
+from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 
 
@@ -93,7 +95,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     """
     tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}
-    axes_of_leaves = sharded_axes(tree, specs, bind_any(groups, "groups").names)
+    axes_of_leaves = sharded_axes("tree", tree, specs, bind_any(groups, "groups", refuses=OPTIONS).names)
     for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
         exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # squares of integers would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))
@@ -163,7 +165,9 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
 
 
-def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[set[str]]:
+def sharded_axes(
+    argument: str, tree: Any, specs: Any, groups: tuple[str, ...] = ()
+) -> list[set[str]]:
     """Returns axes that shard leaves, by type or spec."""
     axes = manual_axes()
     if not axes or not checks_varying(axes):
@@ -180,12 +184,32 @@ def sharded_axes(tree: Any, specs: Any, groups: tuple[str, ...] = ()) -> list[se
         for path, found, given in zip(paths, typed, spec_axes(tree, specs), strict=True):
             if found != given - set(groups):
                 raise value_error(
-                    f"leaf {_keystr(path)} varies over {sorted(found)}, but its spec "
+                    f"{argument}{keystr(path)} varies over {sorted(found)}, but its spec "
                     f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
                     "specs=, which check_vma=True does not need; name axes in groups= if devices "
                     "along them have models of their own"
                 )
     return typed
+
+
+def check_own_shards(
+    argument: str, tree: Any, specs: Any, ring: Ring, what: str, remedy: str
+) -> None:
+    """As `check_own_leaves`, by spec where types do not tell."""
+    if not ring.names:
+        return
+    if checks_varying(ring.names):
+        check_own_leaves(argument, tree, ring, what, remedy)
+        return
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    axes_of_leaves = sharded_axes(argument, tree, specs)
+    for path, axes, scales in zip(paths, axes_of_leaves, scales_among(tree), strict=True):
+        copied = [name for name in ring.names if name not in axes and lax.axis_size(name) > 1]
+        if copied and not scales:
+            raise value_error(
+                f"the spec of {argument}{keystr(path)} lacks {copied}, but each device of {ring} "
+                f"needs {what} of its own; {remedy}. specs= are the in_specs that shard_map got"
+            )
 
 
 def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
@@ -224,10 +248,6 @@ def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
 def _named(spec: PartitionSpec) -> set[str]:
     entries: list[Any] = [e if isinstance(e, tuple) else (e,) for e in tuple(spec)]
     return {name for entry in entries for name in entry if isinstance(name, str)}
-
-
-def _keystr(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "(the tree itself)"
 
 
 def _add(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.checks import check_dim, check_whole
 from jaxpar.arguments.types import Integer, Leaf
-from jaxpar.axis.axis import AxisLike, axis_names, bind
+from jaxpar.axis.axis import OPTIONS, AxisLike, axis_names, bind
 from jaxpar.axis.padding import AnyArray, PaddedDim
 
 
@@ -145,7 +145,7 @@ class Split:
                 f"Split({self.count}, {self.dim}) has no mesh axis, which alone has a device's own "
                 f"shard; name one, as in Split('tp', {self.dim})"
             )
-        ring = bind(self.count, "count")
+        ring = bind(self.count, "count", refuses=OPTIONS)
         return (*self.blocks(shape, ring.size), ring.index())
 
 

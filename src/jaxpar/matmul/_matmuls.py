@@ -80,7 +80,7 @@ def all_gather_matmul(
     labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
     label = letters[check_dim("dim", dim, operand.shape)]
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, gathers=True)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=())
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
@@ -240,7 +240,7 @@ def collective_einsum(
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)
     labels = parse_labels(subscripts)
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, gathers=scatter is None)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=() if scatter is None else ("gather_dtype",))
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)
     if gather is not None and scatter is None:

@@ -69,7 +69,7 @@ def bind_axes(
     if tp_axis is not None and tp_axis not in ((), []):
         rings["tp_axis"] = bind(tp_axis, "tp_axis")
     if fsdp_axis is not None:
-        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", gathers=True)
+        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", refuses=())
     for (key, ring), (other, following) in combinations(rings.items(), 2):
         twice = [name for name in ring.names if name in following.names]
         # The axes of fsdp may be data axes too, because they often shard tokens.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from jaxpar.pipeline._pipeline_gradients import value_and_grad
+    from jaxpar.pipeline._pipeline_gradients import value, value_and_grad
     from jaxpar.pipeline._pipeline_schedule import (
         Pass,
         PipelineSchedule,
@@ -24,5 +24,6 @@ __all__ = [
     "gpipe",
     "interleaved_1f1b",
     "one_f_one_b",
+    "value",
     "value_and_grad",
 ]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.axis.axis import AxisLike, Ring, axis_names, bind
-from jaxpar.layers._gradients import cut_batch, mean_value_and_grad
+from jaxpar.arguments.trees import as_arrays
+from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.layers._gradients import check_parameters, cut_batch, mean_loss, mean_value_and_grad
+from jaxpar.layers._reduction import check_own_shards, sharded_axes
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
-from jaxpar.pipeline._pipelined import Pipeline, pipelined
+from jaxpar.pipeline._pipelined import Pipeline, evaluated, pipelined
 
 
 @public
@@ -28,6 +31,7 @@ def value_and_grad(
     batch_axes: AxisLike = (),
     specs: Any = None,
     last_dim: int = 0,
+    has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function, to call inside `jax.shard_map`, for a pipeline's mean loss and gradients.
 
@@ -36,32 +40,41 @@ def value_and_grad(
     Args:
       stage_fn: `(layers, x, microbatch) -> x` of one stage, whose leaves of `layers` are
         `[layers of a stage, ...]`, such as for `jax.lax.scan`. The pytree x keeps its structure,
-        shapes and dtypes, which are floats, and may hold a sum of auxiliary losses. To recompute
-        activations, wrap the stage in `jax.checkpoint`. Values that it closes over, such as masks,
-        get no gradient.
+        shapes and dtypes, which are floats. To recompute activations, wrap the stage in
+        `jax.checkpoint`. Values that functions close over, such as masks, get no gradient.
       first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings. All
-        devices run it, batched over microbatches.
+        devices run it, batched over microbatches; what device 0 computes enters.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
-        of x, as in `mean_loss`. It may use collectives over `axis`, but must not sum `loss_sum`.
+        of x, as in `mean_loss`. It may use collectives over `axis`, but must not sum `loss_sum`. A
+        scalar in x arrives divided by the devices of `axis`: let only sums of losses be scalars.
       schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
       axis: the mesh axis of the pipeline.
-      batch_axes: the mesh axes that split the batch, such as `"dp"`.
-      specs: pytree prefix of `PartitionSpec`s for `(layers, shared)`, for `check_vma=False`.
+      batch_axes: the mesh axes that split the batch, such as `"dp"`. Gradients are summed over
+        `axis` and `batch_axes` at once, in the `wire_dtype` that both have.
+      specs: pair of pytree prefixes of `PartitionSpec`s for `(layers, shared)`, or one for both;
+        for `check_vma=False`.
       last_dim: dimension of a stage's result that is cut over `axis` for `last_fn`.
+      has_aux: whether `stage_fn` returns `(x, aux)` and `last_fn` `((loss_sum, weight), aux)`,
+        each aux a pytree of arrays. That of a stage is `[layers of a stage, ...]`, or a scalar.
 
     Returns:
       `fn(layers, shared, batch) -> (loss, (d_layers, d_shared))`. Leaves of `layers` are local
       `[layers of the device, ...]`, one stage after the other: device i has stages i, i + devices,
       and so on. Those of `shared` are replicated over `axis`, or sharded. Dimension 0 of every
-      batch leaf is cut into microbatches. The loss and the gradients are those of
-      `mean_value_and_grad`.
+      batch leaf is cut into microbatches; what `first_fn` reads is replicated over `axis`. The loss
+      and the gradients are those of `mean_value_and_grad`. With `has_aux`, `((loss, (of_stages,
+      of_last)), gradients)`: this device's, `[microbatches, layers of the device, ...]` in the
+      order of `layers`, and `[microbatches, ...]` of its parts of the losses.
 
     Raises:
-      TypeError: `first_fn` returns no floats; a stage changes structure, shapes or dtypes of x.
+      TypeError: `first_fn` returns no floats; a stage changes structure, shapes or dtypes of x;
+        parameters are no floats; `schedule` is none; `last_fn` returns something else.
       ValueError: the schedule is `gpipe`'s, or for another number of devices; `virtual_stages` does
-        not divide the layers of a device; a leaf of `layers` is replicated over `axis`;
-        `microbatches` does not divide a batch leaf; the devices do not divide dimension `last_dim`;
-        a stage uses a collective over `axis`, or closes over parameters; as `mean_value_and_grad`.
+        not divide the layers of a device; a leaf of `layers` is replicated over `axis`; all that
+        `first_fn` reads of the batch varies over `axis`; `microbatches` does not divide a batch
+        leaf; the devices do not divide dimension `last_dim`; a stage uses a collective over `axis`;
+        a function closes over parameters; an `Axis` has a mode, or the two have different
+        `wire_dtype`s; as `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
     cotangent to a neighbour, and to others `2 (p - 1) / p` of x for the loss. It holds the
@@ -84,76 +97,244 @@ def value_and_grad(
 
     Source: as `interleaved_1f1b`.
     """
+    functions = stage_fn, first_fn, last_fn
 
-    def call(layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-        ring, given = bind(axis), {"layers": layers, "shared": shared}
-        _check_schedule(schedule, ring)
-        layers = as_arrays("layers", layers)
-        check_own_leaves("layers", layers, ring, "layers", "shard dimension 0 in in_specs")
-        batch = as_arrays("batch", batch)
-        batch = jax.tree_util.tree_map_with_path(partial(cut_batch, schedule.microbatches), batch)
+    def gradients(given: _Given, layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+        how = given.pipeline(functions, schedule, last_dim, has_aux)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
             layers, shared = params
             with naming("value_and_grad"):
-                stages = jax.tree_util.tree_map_with_path(partial(_stages, schedule), layers)
-                return pipelined(how, stages, shared, microbatches)
+                loss, weight, aux = pipelined(how, _stages(schedule, layers), shared, microbatches)
+            return (loss, weight), aux
 
-        how = Pipeline(
-            _checked(of_user(stage_fn, "stage_fn")),
-            of_user(first_fn, "first_fn"),
-            of_user(last_fn, "last_fn"),
-            schedule,
-            ring,
-            last_dim,
-            given,
+        fn = mean_value_and_grad(loss_fn, given.over, specs=given.specs, has_aux=True)
+        (loss, aux), grads = fn((layers, shared), batch)
+        aux = jax.tree.map(lambda x: x[0], aux)  # of all microbatches, in one of `fn`
+        return ((loss, aux) if has_aux else loss), grads
+
+    return _callable("value_and_grad", gradients, schedule, axis, batch_axes, specs)
+
+
+@public
+def value(
+    stage_fn: Callable[[Any, Any, Any], Any],
+    first_fn: Callable[[Any, Any], Any],
+    last_fn: Callable[[Any, Any, Any], Any],
+    schedule: PipelineSchedule,
+    axis: AxisLike,
+    *,
+    batch_axes: AxisLike = (),
+    specs: Any = None,
+    last_dim: int = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function, to call inside `jax.shard_map`, for a pipeline's mean loss alone.
+
+    Args:
+      stage_fn: as in `value_and_grad`.
+      first_fn: as in `value_and_grad`.
+      last_fn: as in `value_and_grad`.
+      schedule: any, also `gpipe`'s; only its forward passes count.
+      axis: the mesh axis of the pipeline.
+      batch_axes: as in `value_and_grad`.
+      specs: as in `value_and_grad`; only checked.
+      last_dim: as in `value_and_grad`.
+      has_aux: as in `value_and_grad`.
+
+    Returns:
+      `fn(layers, shared, batch) -> loss`, or `(loss, (of_stages, of_last))` with `has_aux`, as
+      `value_and_grad` returns them.
+
+    Raises:
+      TypeError: as `value_and_grad`, except that parameters may be no floats.
+      ValueError: as `value_and_grad`.
+
+    Cost: `microbatches * virtual_stages + devices` trips, each with a forward pass and half of what
+    `value_and_grad` sends. No residuals are kept.
+
+    Example:
+      >>> mesh = make_mesh("pp=8")
+      >>> fn = value(
+      ...     lambda w, x, batch: (x * w[0], jnp.max(x)),
+      ...     lambda shared, batch: batch + shared,
+      ...     lambda shared, x, batch: ((jnp.sum(x), x.size), jnp.max(x)),
+      ...     gpipe(8, microbatches=2), "pp", has_aux=True)
+      >>> evaluate = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
+      ...     out_specs=(P(), (P(None, "pp"), P(None, "pp")))))
+      >>> loss, (of_stages, of_last) = evaluate(2 * jnp.ones(8), 1.0, jnp.ones((16, 4)))
+      >>> float(loss), of_stages[0].tolist()
+      (512.0, [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0])
+    """
+    functions = stage_fn, first_fn, last_fn
+
+    def mean(given: _Given, layers: Any, shared: Any, batch: Any) -> Any:
+        how = given.pipeline(functions, schedule, last_dim, has_aux)
+        loss, weight, aux = evaluated(how, _stages(schedule, layers), shared, batch)
+        loss = mean_loss(loss, weight, given.over)
+        return (loss, aux) if has_aux else loss
+
+    return _callable("value", mean, schedule, axis, batch_axes, specs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What a call was given beside arrays.
+
+    Attributes:
+      params: as the user has them: functions may close over them.
+      over: the axes over which losses are spread, with the wire's dtype.
+    """
+
+    params: dict[str, Any]
+    ring: Ring
+    over: Ring
+    specs: Any
+
+    def pipeline(
+        self,
+        functions: tuple[Callable[..., Any], ...],
+        schedule: PipelineSchedule,
+        last_dim: int,
+        has_aux: bool,
+    ) -> Pipeline:
+        names = "stage_fn", "first_fn", "last_fn"
+        stage, first, last = map(of_user, functions, names)
+        stage = _checked(stage, has_aux)
+        return Pipeline(stage, first, last, schedule, self.ring, last_dim, has_aux, self.params)
+
+
+def _callable(
+    name: str,
+    compute: Callable[..., Any],
+    schedule: PipelineSchedule,
+    axis: AxisLike,
+    batch_axes: AxisLike,
+    specs: Any,
+) -> Callable[..., Any]:
+    differentiates = name == "value_and_grad"
+
+    def call(params: dict[str, Any], layers: Any, shared: Any, batch: Any) -> Any:
+        ring, over = _rings(axis, batch_axes)
+        _check_schedule(schedule, ring, differentiates)
+        layers, shared = as_arrays("layers", layers), as_arrays("shared", shared)
+        if differentiates:
+            remedy = "give numbers of layers as floats, and keys as a leaf of the batch, by rows"
+            check_parameters("layers", layers, remedy)
+            check_parameters("shared", shared, "give it as a leaf of the batch, by rows")
+        of_layers, of_shared = pair = _pair_of(specs)
+        remedy = "shard dimension 0 in in_specs"
+        check_own_shards("layers", layers, of_layers, ring, "layers", remedy)
+        for argument, tree, spec in (("layers", layers, of_layers), ("shared", shared, of_shared)):
+            if differentiates or spec is not None:
+                sharded_axes(argument, tree, spec)
+        batch = as_arrays("batch", batch)
+        cut = partial(cut_batch, schedule.microbatches, "functions")
+        batch = jax.tree_util.tree_map_with_path(cut, batch)
+        return compute(_Given(params, ring, over, specs and pair), layers, shared, batch)
+
+    def fn(layers: Any, shared: Any, batch: Any) -> Any:
+        # Before an eager call becomes a program, whose arguments are others.
+        params = {"layers": layers, "shared": shared}
+
+        def with_params(layers: Any, shared: Any, batch: Any) -> Any:
+            return call(params, layers, shared, batch)
+
+        with_params.__qualname__ = name
+        return public(with_params, over=axis)(layers, shared, batch)
+
+    fn.__qualname__ = name
+    return fn
+
+
+def _rings(axis: AxisLike, batch_axes: AxisLike) -> tuple[Ring, Ring]:
+    """Returns the pipeline's ring, and that of all axes over which losses are spread."""
+    refused = "mode", "backward", "keep_gathered", "gather_dtype"
+    ring = bind(axis, refuses=refused)
+    if batch_axes in ((), []):
+        return ring, ring
+    more = bind(batch_axes, "batch_axes", refuses=refused)
+    if twice := sorted(set(ring.names) & set(more.names)):
+        raise value_error(
+            f"axis and batch_axes both have {twice}; leave it out of batch_axes: microbatches are "
+            "the same on all devices of a pipeline"
         )
-        axes = *ring.names, *(axis_names(batch_axes) if batch_axes else ())
-        return mean_value_and_grad(loss_fn, axes, specs=specs)((layers, shared), batch)
+    if ring.wire_dtype != more.wire_dtype:
+        raise value_error(
+            f"axis has wire_dtype={ring.wire_dtype}, and batch_axes {more.wire_dtype}, but "
+            "gradients are summed over both at once; give the same to both"
+        )
+    return ring, ring.over((*ring.names, *more.names))
 
-    call.__qualname__ = "value_and_grad"
-    return public(call, over=axis)
+
+def _pair_of(specs: Any) -> tuple[Any, Any]:
+    """Returns the specs of layers and of shared parameters."""
+    if specs is None or isinstance(specs, PartitionSpec):
+        return specs, specs
+    if not isinstance(specs, (tuple, list)) or len(specs) != 2:
+        raise type_error(
+            f"specs must be a pair, of the specs of layers and of shared, got {specs!r}; give the "
+            "in_specs of both"
+        )
+    return specs[0], specs[1]
 
 
-def _checked(stage_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(stage_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, Any]]:
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
 
-    def stage(params: Any, x: Any, microbatch: Any) -> Any:
+    def stage(params: Any, x: Any, microbatch: Any) -> tuple[Any, Any]:
         if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(x)):
             raise type_error(f"first_fn must return floats, got {types(x)}; give others in batch")
-        y = stage_fn(params, x, microbatch)
+        result: Any = stage_fn(params, x, microbatch)
+        if has_aux and (not isinstance(result, tuple) or len(result) != 2):
+            raise type_error(
+                f"with has_aux stage_fn must return (x, aux), got {types(result)}; return what the "
+                "next stage is given, and arrays of this stage's layers"
+            )
+        y, aux = result if has_aux else (result, None)
         if types(x) != types(y):
             raise type_error(
                 f"stage_fn must return what the next stage is given: x is {types(x)}, and it "
                 f"returned {types(y)}; return the same structure, shapes and dtypes"
             )
-        return jax.tree.map(jnp.asarray, y)
+        return jax.tree.map(jnp.asarray, y), as_arrays("aux", aux)
 
     return stage
 
 
-def _check_schedule(schedule: PipelineSchedule, ring: Ring) -> None:
+def _check_schedule(schedule: Any, ring: Ring, differentiates: bool) -> None:
+    if not isinstance(schedule, PipelineSchedule):
+        raise type_error(
+            f"schedule must be a PipelineSchedule, got {schedule!r}; make one with "
+            f"interleaved_1f1b({ring.size}, microbatches)"
+        )
     if schedule.devices != ring.size:
         raise value_error(
             f"schedule is for {schedule.devices} devices, and {ring} has {ring.size}; make it for "
             f"{ring.size}"
         )
     last = [end - schedule.stages + 1 for end in schedule.ends]  # backward passes of the last stage
-    if any(trip != loss + 1 for trip, loss in zip(last, schedule.loss_trips, strict=True)):
+    late = any(trip != loss + 1 for trip, loss in zip(last, schedule.loss_trips, strict=True))
+    if differentiates and late:
         raise value_error(
             "schedule keeps cotangents of losses for later trips, as gpipe does; choose "
             "interleaved_1f1b, whose bubble is the same"
         )
 
 
-def _stages(schedule: PipelineSchedule, path: Any, leaf: Any) -> Any:
+def _stages(schedule: PipelineSchedule, layers: Any) -> Any:
     """Returns a device's layers `[layers, ...]` as `[virtual_stages, layers of a stage, ...]`."""
-    count, rest = divmod(leaf.shape[0] if leaf.ndim else 0, schedule.virtual_stages)
-    if rest or not count:
-        raise value_error(
-            f"layers{jax.tree_util.keystr(path)} has local shape {leaf.shape}, whose first "
-            f"dimension must be a multiple of the {schedule.virtual_stages} virtual stages; stack "
-            f"the layers of all {schedule.stages} stages, and shard dimension 0 over the axis"
-        )
-    return leaf.reshape(schedule.virtual_stages, count, *leaf.shape[1:])
+
+    def cut(path: Any, leaf: Any) -> Any:
+        count, rest = divmod(leaf.shape[0] if leaf.ndim else 0, schedule.virtual_stages)
+        if rest or not count:
+            raise value_error(
+                f"layers{jax.tree_util.keystr(path)} has local shape {leaf.shape}, whose first "
+                f"dimension must be a multiple of the {schedule.virtual_stages} virtual stages; "
+                f"stack the layers of all {schedule.stages} stages, and shard dimension 0 over the "
+                "axis"
+            )
+        return leaf.reshape(schedule.virtual_stages, count, *leaf.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(cut, layers)

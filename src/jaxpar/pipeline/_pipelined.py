@@ -10,18 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.checks import check_dim, check_own
 from jaxpar.arguments.dtypes import addition_dtype
+from jaxpar.arguments.trees import as_arrays
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_over, varying_axes, zeros_alike
 from jaxpar.compiler.control_flow import cond
 from jaxpar.compiler.unwritten_memory import unwritten
-from jaxpar.layers._gradients import SHARE, widened
+from jaxpar.layers._gradients import SHARE, losses_of
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
-from jaxpar.pipeline._stage_residuals import StageResiduals, check_closed_over, residuals_of
+from jaxpar.pipeline._stage_residuals import StageResiduals, residuals_of
+from jaxpar.pipeline._traced_functions import check_entering, traced
 from jaxpar.pipeline._trip_numbers import trip_numbers
 
 
@@ -42,8 +45,10 @@ class Pipeline:
     """The functions of a model, its schedule, and the ring of its devices.
 
     Attributes:
+      stage: `(params, x, microbatch) -> (x, aux)`.
       last_dim: dimension of a stage's result. For `last`, each device has its part along it.
-      given: parameters as the user has them.
+      has_aux: whether `last` returns aux beside its pair.
+      params: as the user has them.
     """
 
     stage: Callable[..., Any]
@@ -52,18 +57,24 @@ class Pipeline:
     schedule: PipelineSchedule
     ring: Ring
     last_dim: int
-    given: dict[str, Any]
+    has_aux: bool
+    params: dict[str, Any]
 
     def firsts(self, shared: Any, batch: Any) -> Any:
         """Returns what enters the first stage, of all microbatches."""
+        first = traced("first_fn", self.first, self.params, shared, at(batch, 0))
+        check_entering(first, shared, batch, self.ring)
         # All at once: in a loop, each microbatch would pass over all gradients of a table.
-        return vary_over(self.ring.names, jax.vmap(partial(self.first, shared))(batch))
+        return vary_over(self.ring.names, jax.vmap(partial(first, shared))(batch))
 
     def losses(self, microbatch: Any, shared: Any, part: Any) -> tuple[Any, Any]:
-        """Returns the sum of this device's losses, and its weight."""
-        loss, weight = (widened(jnp.asarray(x)) for x in self.last(shared, part, microbatch))
+        """Returns the sum of this device's losses, and `(weight, aux)`."""
+        args = shared, part, microbatch
+        result = traced("last_fn", self.last, self.params, *args)(*args)
+        (loss, weight), aux = losses_of("last_fn", result, self.has_aux)
         check_own("loss_sum", loss, self.ring, "a share", SHARE, operand=False)
-        return vary_over(self.ring.names, (loss, weight))
+        loss, weight, aux = vary_over(self.ring.names, (loss, weight, as_arrays("aux", aux)))
+        return loss, (weight, aux)
 
     def shared_out(self, y: Any, index: Any) -> Any:
         """Returns this device's part of the last stage's result."""
@@ -116,30 +127,23 @@ def _joined(tree: Any, part: Any, number: Any, size: int, dim: int) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def pipelined(how: Pipeline, stages: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-    """Returns this device's share of the loss and of its weight."""
+def pipelined(how: Pipeline, stages: Any, shared: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Returns this device's share of the loss and of its weight, and what is beside them."""
     return _forward(how, stages, shared, batch)[0]
 
 
 def _forward(how: Pipeline, stages: Any, shared: Any, batch: Any) -> Any:
-    numbers = trip_numbers(how.schedule)
     entering, pull = jax.vjp(lambda shared: how.firsts(shared, batch), shared)
-    one = vary_over(how.ring.names, at(batch, 0))  # as in a trip, where devices have different ones
-    x, kept, leaves = _traced(how, at(stages, 0), at(entering, 0), one)
-    like_x = partial(jax.tree.map, lambda x, e: vary_over(varying_axes(x), e), x)
+    run, like_x = _run(how, stages, shared, batch, entering)
     entered, pull_entered = jax.vjp(like_x, entering)
-    run = PipelineRun(how, kept, stages, shared, batch, how.ring.index(), x)
-    state = run.start(numbers.slots, entered, leaves)
-    for forward, backward, trips in numbers.stretches():
-        step = partial(run.trip, forward, backward)
-        state, _ = lax.scan(step, state, jax.tree.map(itemgetter(trips), numbers[:3]))
+    state, out = run.through(entered)
     left = jax.tree.map(lambda x: x[:-1], state["ends"])
     of_entering = chosen(run.index == 0, left, jax.tree.map(jnp.zeros_like, left))
     d_shared = added(state["d_shared"], pull(*pull_entered(of_entering))[0])
     gradients = jax.tree.map(
         lambda g, p: g.astype(p.dtype), (state["d_stages"], d_shared), (stages, shared)
     )
-    return state["sums"], gradients
+    return out, gradients
 
 
 def _backward(how: Pipeline, gradients: Any, cts: Any) -> Any:
@@ -149,17 +153,28 @@ def _backward(how: Pipeline, gradients: Any, cts: Any) -> Any:
 pipelined.defvjp(_forward, _backward)
 
 
-def _traced(how: Pipeline, params: Any, x: Any, microbatch: Any) -> Any:
-    """Returns zeros of the type of a stage's result, and what it keeps: how, and the types."""
-    x = jax.tree.map(jnp.zeros_like, x)
+def evaluated(how: Pipeline, stages: Any, shared: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Returns the same as `pipelined`, by forward passes alone."""
+    entering = how.firsts(shared, batch)
+    run, like_x = _run(how, stages, shared, batch, entering, pulls=False)
+    return run.through(like_x(entering))[1]
+
+
+def _run(
+    how: Pipeline, stages: Any, shared: Any, batch: Any, entering: Any, *, pulls: bool = True
+) -> tuple[PipelineRun, Callable[[Any], Any]]:
+    """Returns the trips, and a cast to the type of a stage's result."""
+    params, x = at(stages, 0), jax.tree.map(jnp.zeros_like, at(entering, 0))
+    one = vary_over(how.ring.names, at(batch, 0))  # as in a trip, where devices have different ones
     while True:
-        kept = residuals_of(how.stage, how.ring, params, x, microbatch)
-        check_closed_over(kept.closed, how.given)
-        y, leaves = kept.forward(params, x, microbatch)  # for their types
+        kept = residuals_of(how.stage, how.ring, how.params, params, x, one, pulls=pulls)
+        y, _, leaves = kept.forward(params, x, one)  # for their types
         wider = jax.tree.map(lambda x, y: vary_over(varying_axes(y), x), x, y)
         if jax.tree.map(varying_axes, wider) == jax.tree.map(varying_axes, x):
-            return x, kept, leaves
+            break
         x = wider
+    like_x = partial(jax.tree.map, lambda x, e: vary_over(varying_axes(x), e), x)
+    return PipelineRun(how, kept, stages, shared, batch, how.ring.index(), x, leaves, pulls), like_x
 
 
 def added(sums: Any, more: Any) -> Any:
@@ -168,7 +183,13 @@ def added(sums: Any, more: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
-    """The trips of a pipeline on one device; `zero` is of the type of a stage's result."""
+    """The trips of a pipeline on one device.
+
+    Attributes:
+      zero: of the type of a stage's result.
+      leaves: of the types of what a stage keeps.
+      pulls: whether there are backward passes.
+    """
 
     how: Pipeline
     kept: StageResiduals
@@ -177,44 +198,80 @@ class PipelineRun:
     batch: Any
     index: Any
     zero: Any
+    leaves: list[Any]
+    pulls: bool
 
-    def start(self, slots: int, entering: Any, leaves: list[Any]) -> dict[str, Any]:
+    def through(self, entering: Any) -> tuple[dict[str, Any], tuple[Any, Any, Any]]:
+        """Makes all trips; returns the last state, and `(loss, weight, aux)`."""
+        numbers = trip_numbers(self.how.schedule)
+        state, beside = self._start(numbers.slots, entering), []
+        for forward, backward, trips in numbers.stretches(self.pulls):
+            step = partial(self._trip, forward, backward)
+            state, aux = lax.scan(step, state, jax.tree.map(itemgetter(trips), numbers[:3]))
+            if forward:
+                beside.append(aux)
+        loss, weight, of_last = state["sums"]
+        return state, (loss, weight, (self._by_layer(beside), of_last))
+
+    def _start(self, slots: int, entering: Any) -> dict[str, Any]:
         """Returns the state before the first trip."""
-        zero = self.zero
-        part = _part(zero, 0, self.how.ring.size, self.how.last_dim)
-        sums = self.how.losses(at(self.batch, 0), self.shared, part)  # for their types
+        how, zero = self.how, self.zero
+        part = _part(zero, 0, how.ring.size, how.last_dim)
+        loss, (weight, aux) = how.losses(at(self.batch, 0), self.shared, part)  # for their types
 
         def wide(p: Any) -> Any:
             return zeros_alike(p.shape, addition_dtype(p.dtype), p)
 
-        return {
+        def of_all(x: Any) -> Any:
+            return jnp.zeros_like(jnp.broadcast_to(x, (how.schedule.microbatches, *x.shape)))
+
+        sums = *jax.tree.map(jnp.zeros_like, (loss, weight)), jax.tree.map(of_all, aux)
+        state = {
             **dict.fromkeys(("arrived", "y"), zero),  # from the stage before; the newest result
-            **dict.fromkeys(("dx", "dy"), zero),  # to the stage before; of the last stage's result
             # What enters the first stage and, once it was used, its cotangent. The last place is
             # for those of other stages.
             "ends": jax.tree.map(lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])]), entering),
             # Unwritten: no pass reads a slot before a forward pass has written it.
             "stash": [
-                vary_over(varying_axes(x), unwritten((slots, *x.shape), x.dtype)) for x in leaves
+                vary_over(varying_axes(x), unwritten((slots, *x.shape), x.dtype))
+                for x in self.leaves
             ],
+            "sums": sums,
+        }
+        if not self.pulls:
+            return state
+        return state | {
+            **dict.fromkeys(("dx", "dy"), zero),  # to the stage before; of the last stage's result
             "d_stages": jax.tree.map(wide, self.stages),
             "d_shared": jax.tree.map(wide, self.shared),
-            "sums": jax.tree.map(jnp.zeros_like, sums),
         }
 
-    def trip(self, forward: bool, backward: bool, state: dict[str, Any], numbers: Any) -> Any:
+    def _by_layer(self, beside: list[Any]) -> Any:
+        """Returns what stages returned in each trip, as `[microbatches, layers, ...]`."""
+        schedule = self.how.schedule
+        own = np.arange(schedule.virtual_stages) * schedule.devices  # the stages of device 0
+        trips = np.add.outer(schedule.starts, own).astype(np.int32) + self.index
+
+        def taken(*stretches: Any) -> Any:
+            x = jnp.concatenate(stretches)[trips]  # [microbatches, stages, layers of a stage, ...]
+            return x.reshape(len(trips), -1, *x.shape[3:])
+
+        return jax.tree.map(taken, *beside)
+
+    def _trip(self, forward: bool, backward: bool, state: dict[str, Any], numbers: Any) -> Any:
         (of_forward, of_backward), of_loss = at(numbers[:2], self.index), numbers[2]
         # Predictions read the share of idle passes from this name.
         passes = f"passes[bubble={self.how.schedule.bubble():.4f}]"
+        aux = None
         # Sent first, so that they travel during the forward pass.
         arriving = self.how.ring.shift(state["dx"], -1) if backward else None
         part = self.how.shared_out(state["y"], self.index)
         if forward:
             with jax.named_scope(passes):
-                state = self._forward(state, of_forward)
-        dy = state["dy"]
+                state, aux = self._forward(state, of_forward)
         state, of_part = self._losses(state, part, of_loss)
-        state["dy"] = self.how.collected(dy, of_part, self.index)
+        if self.pulls:
+            state["dy"], dy = self.how.collected(self.zero, of_part, self.index), state["dy"]
         if backward:
             ct = chosen(of_backward.is_last > 0, dy, arriving)
             ct = chosen(of_backward.runs > 0, ct, jax.tree.map(jnp.zeros_like, ct))
@@ -222,31 +279,38 @@ class PipelineRun:
                 state = self._backward(state, of_backward, ct)
         # What was sent arrives within the trip. Otherwise compilers for GPUs send in the next trip,
         # right before its use, where nothing hides the hop.
-        pairs = state["arrived"], state["dx"]
+        pairs = state["arrived"], state["dx" if self.pulls else "y"]
         state["arrived"] = jax.tree.map(lambda *pair: lax.optimization_barrier(pair)[0], *pairs)
-        return state, None
+        return state, aux
 
-    def _forward(self, state: dict[str, Any], own: Any) -> dict[str, Any]:
+    def _forward(self, state: dict[str, Any], own: Any) -> tuple[dict[str, Any], Any]:
         entered = at(state["ends"], own.microbatch)
         x = chosen(own.enters > 0, entered, state["arrived"])
         params, microbatch = at(self.stages, own.virtual), at(self.batch, own.microbatch)
-        y, leaves = self.kept.forward(params, x, microbatch)
+        y, aux, leaves = self.kept.forward(params, x, microbatch)
         stash = written(state["stash"], leaves, own.slot)
-        return {**state, "stash": stash, "y": y, "arrived": self.how.ring.shift(y, 1)}
+        aux = vary_over(self.how.ring.names, jax.tree.map(jnp.atleast_1d, aux))
+        return {**state, "stash": stash, "y": y, "arrived": self.how.ring.shift(y, 1)}, aux
 
     def _losses(self, state: dict[str, Any], part: Any, number: Any) -> Any:
         """Adds the losses of a microbatch, if one left the last stage: all devices know."""
 
         def compute(given: Any) -> Any:
-            sums, d_shared, _ = given
+            (*sums, of_last), d_shared, of_part = given
             of = partial(self.how.losses, at(self.batch, number))
-            loss, pull, weight = jax.vjp(of, self.shared, part, has_aux=True)
-            of_shared, of_part = pull(jnp.ones_like(loss))
-            return added(sums, (loss, weight)), added(d_shared, of_shared), of_part
+            if self.pulls:
+                loss, pull, (weight, aux) = jax.vjp(of, self.shared, part, has_aux=True)
+                of_shared, of_part = pull(jnp.ones_like(loss))
+                d_shared = added(d_shared, of_shared)
+            else:
+                loss, (weight, aux) = of(self.shared, part)
+            return (*added(sums, [loss, weight]), written(of_last, aux, number)), d_shared, of_part
 
-        given = state["sums"], state["d_shared"], jax.tree.map(jnp.zeros_like, part)
+        of_part = jax.tree.map(jnp.zeros_like, part) if self.pulls else None
+        given = state["sums"], state.get("d_shared"), of_part
         sums, d_shared, of_part = cond(number >= 0, compute, lambda given: given, given)
-        return {**state, "sums": sums, "d_shared": d_shared}, of_part
+        state = {**state, "sums": sums}
+        return (state | {"d_shared": d_shared} if self.pulls else state), of_part
 
     def _backward(self, state: dict[str, Any], own: Any, ct: Any) -> dict[str, Any]:
         params, microbatch = at(self.stages, own.virtual), at(self.batch, own.microbatch)

@@ -37,11 +37,13 @@ class TripNumbers(NamedTuple):
     loss: Any  # [trips], the microbatch whose loss is computed; -1: none
     slots: int
 
-    def stretches(self) -> list[tuple[bool, bool, slice]]:
+    def stretches(self, pulls: bool) -> list[tuple[bool, bool, slice]]:
         """Returns whether there are forward and backward passes, and the trips."""
         runs = np.any(self.backward.runs, axis=1)
         first, length = int(np.argmax(runs)), len(runs)
         end = int(np.flatnonzero(self.loss >= 0)[-1])  # a loss is one trip behind its forward pass
+        if not pulls:
+            return [(True, False, slice(0, end)), (False, False, slice(end, end + 1))]
         bounds = 0, min(first, end), max(first, end), length
         return [
             (start < end, start >= first, slice(start, stop))

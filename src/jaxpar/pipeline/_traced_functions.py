@@ -1,0 +1,127 @@
+"""A pipeline's functions as programs: what they close over, read, and send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from jaxpar.arguments.calls import value_error
+from jaxpar.axis.axis import Ring
+from jaxpar.axis.varying import varying_axes
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs, user_line
+
+# The parameters of each function, and how those of others come there.
+OWN = {
+    "stage_fn": ("layers", "give each stage a copy in layers"),
+    **dict.fromkeys(("first_fn", "last_fn"), ("shared", "put it into shared")),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A user's function of a pipeline, traced for arguments of these types.
+
+    Attributes:
+      of_out: the tree of its results.
+    """
+
+    closed: ClosedJaxpr
+    of_out: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.of_out.unflatten(jaxpr_as_fun(self.closed)(*jax.tree.leaves(args)))
+
+
+def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> Traced:
+    """Traces a function, and refuses `params` among the values that it closes over."""
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    for (argument, *path), leaf in jax.tree_util.tree_leaves_with_path(params):
+        if any(leaf is value for value in closed.consts):
+            own, put = OWN[name]
+            place = f"{argument.key}{jax.tree_util.keystr(tuple(path))}"
+            remedy = f"read it from {own}, its argument" if argument.key == own else put
+            raise value_error(
+                f"{name} closes over {place}, which gets no gradient there; {remedy}, or close "
+                "over jax.lax.stop_gradient of it"
+            )
+    return Traced(closed, jax.tree.structure(out))
+
+
+def check_entering(first: Traced, shared: Any, batch: Any, ring: Ring) -> None:
+    """Refuses a batch of which device 0 has a part: what it computes enters for all devices."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    before = len(jax.tree.leaves(shared))
+    count = before + len(leaves)
+    read = [
+        any(depends(first.closed.jaxpr, [place == number for place in range(count)]))
+        for number in range(before, count)
+    ]
+    # A function that reads nothing of the batch is judged by all of it.
+    leaves = [leaf for leaf, is_read in zip(leaves, read, strict=True) if is_read or not any(read)]
+    over = [_spread(leaf, ring) for _, leaf in leaves]
+    if all(over) and over and not any(collectives_over(first.closed.jaxpr, ring)):
+        path, leaf = leaves[0]  # [microbatches, rows, ...]
+        shape = leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]
+        raise value_error(
+            f"batch{jax.tree_util.keystr(path)} of local shape {shape} varies over {over[0]}, as "
+            f"all that first_fn reads of the batch, but device 0 of {ring} computes what enters "
+            f"the pipeline, for all devices; leave {over[0]} out of its in_specs (labels alone may "
+            "be cut along last_dim), or gather in first_fn what it reads"
+        )
+
+
+def _spread(leaf: Any, ring: Ring) -> list[str]:
+    return [name for name in ring.names if name in varying_axes(leaf) and lax.axis_size(name) > 1]
+
+
+def collectives_over(jaxpr: Jaxpr, ring: Ring) -> Iterator[tuple[str, JaxprEqn]]:
+    """Yields the names and equations of collectives over the axes of a ring."""
+    for eqn in jaxpr.eqns:
+        name = LAX_NAMES.get(eqn.primitive.name, eqn.primitive.name)
+        axes = {leaf for leaf in jax.tree.leaves(list(eqn.params.values())) if type(leaf) is str}
+        if name in COLLECTIVES and axes & set(ring.names):
+            yield name, eqn
+        for body in subjaxprs(eqn.params):
+            yield from collectives_over(body, ring)
+
+
+def depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
+    """Returns which results depend on the marked inputs."""
+    marked = {var for var, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+
+    def is_marked(x: Any) -> bool:
+        return not isinstance(x, Literal) and x in marked
+
+    for eqn in jaxpr.eqns:
+        marks = _marks(eqn, list(map(is_marked, eqn.invars)))
+        marked |= {var for var, mark in zip(eqn.outvars, marks, strict=True) if mark}
+    return list(map(is_marked, jaxpr.outvars))
+
+
+def _marks(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
+    bodies = subjaxprs(eqn.params)
+    is_call = len(bodies) == 1 and len(bodies[0].invars) == len(inputs)
+    if not any(inputs) or not is_call or len(bodies[0].outvars) != len(eqn.outvars):
+        return [any(inputs)] * len(eqn.outvars)
+    (body,) = bodies
+    if eqn.primitive.name != "scan":
+        return depends(body, inputs)
+    # Of a scan, stacked operands and results have one dimension more than those of the body. What
+    # a step carries on is marked for the next one.
+    carried = sum(map(_same_rank, eqn.outvars, body.outvars))
+    first = sum(map(_same_rank, eqn.invars, body.invars)) - carried
+    while True:
+        found = depends(body, inputs)
+        next_one = [a or b for a, b in zip(inputs[first:], found[:carried], strict=False)]
+        if next_one == inputs[first : first + carried]:
+            return found
+        inputs = [*inputs[:first], *next_one, *inputs[first + carried :]]
+
+
+def _same_rank(one: Any, other: Any) -> bool:
+    return one.aval.ndim == other.aval.ndim
