@@ -8,7 +8,7 @@ from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.shared_options import add_processes, parse_processes, require_folders
 from language_model.config import DTYPES, Model, Training
 from language_model.data import VOCABULARY
-from language_model.parallel import AXES, mesh_axes
+from language_model.parallel import AXES
 from language_model.wire import from_options
 
 DISPATCHES = ("auto", "ragged", "all_gather")
@@ -97,7 +97,6 @@ def _hidden(width: int, parts: int) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    pipelined = mesh_axes(args.mesh)["pp"] != 1
     for name in ("microbatches", "virtual_stages", "save_every", "print_every"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
@@ -114,8 +113,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--compare draws curves over each other; give --plot FILE.png as well")
     if args.plot_loads and not args.experts:
         raise UsageError("--plot-loads draws those of experts; give --experts as well")
-    if args.plot_loads and pipelined:
-        raise UsageError("--plot-loads: a pipeline tells no loads; leave pp out of --mesh")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -68,12 +68,8 @@ class Decoder:
         tokens, _ = batch
         return self._look_up(self._gather(shared, "embedding"), tokens)
 
-    def stage(self, layers: Any, state: Any, batch: Any) -> Any:
-        """Applies the layers of one stage."""
-        return self.apply(layers, state, batch)[0]
-
     def apply(self, layers: Any, state: Any, batch: Any) -> Any:
-        """Applies stacked layers; returns the state, and their statistics."""
+        """Applies stacked layers, all or those of a stage; returns the state, and statistics."""
         (x, of_routers), (_, labels) = state, batch
         count = len(layers["query"])
         # A choice between experts does not bear rounding.
@@ -90,12 +86,12 @@ class Decoder:
             of_routers = of_routers + share * router_loss(self.training, found)
         return (x, of_routers), found
 
-    def last(self, shared: Any, state: Any, batch: Any) -> tuple[Array, Array]:
+    def last(self, shared: Any, state: Any, batch: Any) -> tuple[tuple[Array, Array], None]:
         """Returns the loss and the weight of this device's part, over pp, of the sequence."""
         _, labels = batch
         tied = self.model.tied
         logits = self._gather(shared, "embedding").T if tied else self._gather(shared, "logits")
-        return self._losses(shared, logits, state, labels)
+        return self._losses(shared, logits, state, labels), None
 
     def _look_up(self, table: Array, tokens: Array) -> Any:
         x = vocab_parallel_embedding(tokens, table, self._axis("tp"), sequence_dim=-2)

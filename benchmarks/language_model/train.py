@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -100,24 +101,49 @@ class Trainer:
             "step": jnp.zeros((), jnp.int32),
         }
 
-    def _local(self, training: Training | None, microbatches: int) -> Gradient:
-        """Returns the gradient on a device's blocks: of its own layers, if there is a pipeline."""
+    @cached_property
+    def _schedule(self) -> pipeline.PipelineSchedule:
+        sizes = self.mesh.shape["pp"], self.microbatches, self.virtual_stages
+        return pipeline.interleaved_1f1b(*sizes)
+
+    @cached_property
+    def _places(self) -> Any:
+        """Returns where each layer of the model is in the stack."""
+        return np.argsort(self._schedule.order(self.model.layers))
+
+    def _decoder(self, training: Training | None) -> Decoder:
         how = self.mode, self.dispatch, training, self.wire_dtype
-        model, devices = Decoder(self.model, self.layout, *how), self.mesh.shape["pp"]
-        if devices == 1:
-            return layers.mean_value_and_grad(
-                model.loss_sum, AXES, microbatches=microbatches, has_aux=True
-            )
-        schedule = pipeline.interleaved_1f1b(devices, microbatches, self.virtual_stages)
+        return Decoder(self.model, self.layout, *how)
+
+    def _pipelined(self, function: Any, model: Decoder, schedule: Any) -> Any:
+        """Returns a function of `jaxpar.pipeline`, of params and a batch."""
         others = tuple(name for name in AXES if name != "pp")
-        gradient = pipeline.value_and_grad(
-            *(model.stage, model.first, model.last, schedule, "pp"), batch_axes=others, last_dim=1
+        of_parts = function(
+            *(model.apply, model.first, model.last, schedule, "pp"),
+            batch_axes=others,
+            last_dim=1,
+            has_aux=True,
         )
 
-        def local(params: Any, tokens: Array, labels: Array) -> tuple[tuple[Array, None], Any]:
+        def of_params(params: Any, *batch: Array) -> Any:
             shared = {name: leaf for name, leaf in params.items() if name != "layers"}
-            loss, (of_layers, of_shared) = gradient(params["layers"], shared, (tokens, labels))
-            return (loss, None), {**of_shared, "layers": of_layers}
+            return of_parts(params["layers"], shared, batch)
+
+        return of_params
+
+    @cached_property
+    def _local(self) -> Gradient:
+        """The gradient on a device's blocks: of its own layers, if there is a pipeline."""
+        model = self._decoder(self.training)
+        if self.mesh.shape["pp"] == 1:
+            return layers.mean_value_and_grad(
+                model.loss_sum, AXES, microbatches=self.microbatches, has_aux=True
+            )
+        gradient = self._pipelined(pipeline.value_and_grad, model, self._schedule)
+
+        def local(params: Any, tokens: Array, labels: Array) -> tuple[tuple[Array, Any], Any]:
+            (loss, (experts, _)), (of_layers, of_shared) = gradient(params, tokens, labels)
+            return (loss, experts), {**of_shared, "layers": of_layers}
 
         return local
 
@@ -125,10 +151,10 @@ class Trainer:
     def gradient(self) -> Gradient:
         """Of global arrays: `(params, tokens, labels) -> ((loss, statistics), gradients)`.
 
-        Statistics of experts are `[microbatches, layers, ...]`, and None in a pipeline.
+        Statistics of experts are `[microbatches, layers, ...]`, in the order of the layout.
         """
         return jax.shard_map(
-            self._local(self.training, self.microbatches),
+            self._local,
             mesh=self.mesh,
             in_specs=(self.layout.specs, TOKENS, LABELS),
             out_specs=((P(), P(None, "pp")), self.layout.specs),
@@ -146,6 +172,8 @@ class Trainer:
             (loss, experts), grads = self.gradient(state["params"], tokens, labels)
             updates, moments = self.optimizer.update(grads, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
+            # `[microbatches, layers, ...]`, in the model's order.
+            experts = jax.tree.map(lambda x: x[:, self._places], experts)
             found = {"loss": loss, "gradient_norm": optax.tree.norm(grads), "experts": experts}
             return {"params": params, "optimizer": moments, "step": state["step"] + 1}, found
 
@@ -156,11 +184,16 @@ class Trainer:
     def evaluate(self) -> Callable[[Any, Array, Array], Array]:
         """The compiled mean loss, of `(params, tokens, labels)`.
 
-        It is that of the text alone, without the losses of routers. The compiler drops gradients.
+        It is that of the text alone, without the losses of routers.
         """
+        model = self._decoder(None)
+        whole = pipeline.interleaved_1f1b(self.mesh.shape["pp"], 1, self.virtual_stages)
 
-        def loss(params: Any, tokens: Array, labels: Array) -> Array:
-            return self._local(None, 1)(params, tokens, labels)[0][0]
+        def loss(params: Any, *batch: Array) -> Array:
+            if self.mesh.shape["pp"] > 1:
+                return self._pipelined(pipeline.value, model, whole)(params, *batch)[0]
+            (loss, weight), _ = model.loss_sum(params, *batch)
+            return layers.mean_loss(loss, weight, AXES)
 
         mapped = jax.shard_map(
             loss, mesh=self.mesh, in_specs=(self.layout.specs, TOKENS, LABELS), out_specs=P()

@@ -330,7 +330,7 @@ def test_layers(layer, shapes, specs, check_vma):
 
 def test_where_nothing_is_gathered():
     axis = Axis("f", gather_dtype="bfloat16")
-    text = r"axis has gather_dtype=bfloat16, which is for weights that are gathered"
+    text = r"axis has gather_dtype=bfloat16, which has no effect here; give its names"
     mesh = make_mesh("f=8")
     for function in (
         lambda x: all_gather(x, axis),

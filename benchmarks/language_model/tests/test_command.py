@@ -102,10 +102,6 @@ def test_draws_one_curve(tmp_path):
         ),
         (["--mesh", "dp=2", "--virtual-stages", "2"], "is of a pipeline; give pp in --mesh"),
         (["--virtual-stages", "0"], "--virtual-stages must be at least 1, got 0"),
-        (
-            ["--mesh", "pp=2", "--plot-loads", "a.png", "--experts", "4"],
-            "a pipeline tells no loads; leave pp out of --mesh",
-        ),
         (["--mesh", "dp=16"], "--mesh dp=16 takes 16 devices, but there are 8; use --mesh dp=8"),
         (["--kv-heads", "3"], "2 heads do not divide among 3 key-value heads"),
         (["--heads", "3"], "--width 16 does not divide among --heads 3; give --head-size"),

@@ -106,23 +106,18 @@ class Axis:
         with naming("Axis"):
             if isinstance(self.names, Axis):
                 inner: Any = self.names
-                if self.mode == "auto":
-                    object.__setattr__(self, "mode", inner.mode)
-                for option in OPTIONS[1:]:
-                    if getattr(self, option) is None:
+                for option in OPTIONS:
+                    if str(getattr(self, option)) in ("None", "auto"):
                         object.__setattr__(self, option, getattr(inner, option))
-                object.__setattr__(self, "names", inner.names)
-            object.__setattr__(self, "names", axis_names(self.names))
+            names = getattr(self.names, "names", self.names)
+            object.__setattr__(self, "names", axis_names(names))
             check_mode(self.mode)
             if self.backward is not None:
                 check_mode(self.backward, "backward")
             object.__setattr__(self, "wire_dtype", as_wire("wire_dtype", self.wire_dtype))
             keep: Any = self.keep_gathered
             if not (keep is None or isinstance(keep, bool)):
-                raise type_error(
-                    f"keep_gathered must be True, False or None, got {keep!r} of type "
-                    f"{type(keep).__name__}"
-                )
+                raise type_error(f"keep_gathered must be True, False or None, got {keep!r}")
             gathered = as_dtype("gather_dtype", self.gather_dtype)
             if gathered is not None and not is_wide_float(gathered):
                 raise type_error(
@@ -262,15 +257,13 @@ def bind(
     if isinstance(axis, Ring):  # bound already
         return axis
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
-    check_options(argument, given, refuses)
+    _check_options(given, refuses, argument)
     if mode is not None:
         check_mode(mode)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
     wire = given.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
-    names: tuple[str, ...] = given.names
-    size = prod(_axis_size(argument, name) for name in names)
-    how = names, mode, wire, backward, given.keep_gathered, given.gather_dtype
-    return Ring(*how, size=size)
+    how = given.names, mode, wire, backward, given.keep_gathered, given.gather_dtype
+    return Ring(*how, size=prod(_axis_size(argument, name) for name in given.names))
 
 
 def _axis_size(argument: str, name: str) -> int:
@@ -282,8 +275,8 @@ def _axis_size(argument: str, name: str) -> int:
         bound = {axis: mesh.shape[axis] for axis in mesh.manual_axes}
         if bound and name in mesh.axis_names:
             remedy = f"Add {name!r} to axis_names= of jax.shard_map"
-        found = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
-        raise value_error(f"{argument} {name!r} is not bound: {found}. {remedy}") from None
+        bound = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+        raise value_error(f"{argument} {name!r} is not bound: {bound}. {remedy}") from None
     if name not in mesh.manual_axes:
         raise value_error(
             f"{argument} {name!r} is an axis of jax.vmap, which has no devices for data to travel "
@@ -296,30 +289,20 @@ def bind_any(axes: AxisLike, argument: str = "axis", **options: Any) -> Ring:
     return Ring((), size=1) if axes in ((), []) else bind(axes, argument, **options)
 
 
-def check_options(argument: str, axis: Axis, refused: Sequence[str]) -> None:
-    """Refuses options of an `Axis` that would have no effect."""
+def _check_options(axis: Axis, refused: Sequence[str], argument: str) -> Axis:
+    """Refuses options that would have no effect on the user's `argument`."""
     for option in refused:
-        value = getattr(axis, option)
-        if value in (None, "auto", "naive"):
-            continue
-        remedy = f"which has no effect here; give the names alone: {axis.names}"
-        if option == "gather_dtype":
-            remedy = (
-                "which is for weights that are gathered: by fsdp_gather, fsdp_linear, fsdp_scan, "
-                "an fsdp_axis or all_gather_matmul; leave it out here, and cast the operand with "
-                ".astype"
-            )
-        raise value_error(f"{argument} has {option}={value}, {remedy}")
+        if str(value := getattr(axis, option)) not in ("None", "auto", "naive"):
+            use = ", and cast the operand" if option == "gather_dtype" else ""
+            use = f"has no effect here; give its names alone, {axis.names}{use}"
+            raise value_error(f"{argument} has {option}={value}, which {use}")
+    return axis
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
-    """Returns the names alone, and refuses options of an `Axis`."""
-    if isinstance(axis, Axis):
-        check_options(argument, axis, OPTIONS)
-    names = axis.names if isinstance(axis, Axis) else axis
-    names = (
-        (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
-    )
+    names = _check_options(axis, OPTIONS, argument).names if isinstance(axis, Axis) else axis
+    names = (names,) if isinstance(names, str) else names
+    names = tuple(names) if isinstance(names, list) else names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         dim = "; give a dimension of an array as dim" if isinstance(axis, int) else ""
         raise type_error(

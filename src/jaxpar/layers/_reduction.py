@@ -95,7 +95,9 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     """
     tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}
-    axes_of_leaves = sharded_axes("tree", tree, specs, bind_any(groups, "groups", refuses=OPTIONS).names)
+    axes_of_leaves = sharded_axes(
+        "tree", tree, specs, bind_any(groups, "groups", refuses=OPTIONS).names
+    )
     for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
         exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # squares of integers would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
 from jaxpar.arguments.checks import check_dim, check_whole
 from jaxpar.arguments.types import Integer, Leaf
-from jaxpar.axis.axis import OPTIONS, AxisLike, axis_names, bind
+from jaxpar.axis.axis import AxisLike, axis_names, bind
 from jaxpar.axis.padding import AnyArray, PaddedDim
 
 
@@ -145,7 +145,7 @@ class Split:
                 f"Split({self.count}, {self.dim}) has no mesh axis, which alone has a device's own "
                 f"shard; name one, as in Split('tp', {self.dim})"
             )
-        ring = bind(self.count, "count", refuses=OPTIONS)
+        ring = bind(self.count, "count")
         return (*self.blocks(shape, ring.size), ring.index())
 
 
@@ -254,7 +254,7 @@ class Interleaved:
 
     Args:
       axes: mesh axes.
-      virtual_stages: each device's stages. With one, the order is the model's.
+      virtual_stages: each device's stages, or the schedule. With one, the order is the model's.
 
     Raises:
       ValueError: fewer than one stage.
@@ -268,13 +268,13 @@ class Interleaved:
     """
 
     axes: AxisLike
-    virtual_stages: Integer
+    virtual_stages: Any
 
     def __post_init__(self) -> None:
         with naming("Interleaved"):
             object.__setattr__(self, "axes", axis_names(self.axes, "axes"))
-            stages = check_whole("virtual_stages", self.virtual_stages, 1)
-            object.__setattr__(self, "virtual_stages", stages)
+            stages: Any = getattr(self.virtual_stages, "virtual_stages", self.virtual_stages)
+            object.__setattr__(self, "virtual_stages", check_whole("virtual_stages", stages, 1))
 
     def blocks(self, size: int, count: int) -> PaddedDim:
         stages = count * self.virtual_stages

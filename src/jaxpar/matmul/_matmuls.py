@@ -240,7 +240,9 @@ def collective_einsum(
     for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
         _check_text(argument, given)
     labels = parse_labels(subscripts)
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=() if scatter is None else ("gather_dtype",))
+    ring = bind(
+        axis, mode=mode, wire_dtype=wire_dtype, refuses=() if scatter is None else ("gather_dtype",)
+    )
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)
     if gather is not None and scatter is None:

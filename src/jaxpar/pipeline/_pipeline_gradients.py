@@ -108,7 +108,7 @@ def value_and_grad(
                 loss, weight, aux = pipelined(how, _stages(schedule, layers), shared, microbatches)
             return (loss, weight), aux
 
-        fn = mean_value_and_grad(loss_fn, given.over, specs=given.specs, has_aux=True)
+        fn: Any = mean_value_and_grad(loss_fn, given.over, specs=given.specs, has_aux=True)
         (loss, aux), grads = fn((layers, shared), batch)
         aux = jax.tree.map(lambda x: x[0], aux)  # of all microbatches, in one of `fn`
         return ((loss, aux) if has_aux else loss), grads
@@ -148,7 +148,7 @@ def value(
 
     Raises:
       TypeError: as `value_and_grad`, except that parameters may be no floats.
-      ValueError: as `value_and_grad`.
+      ValueError: as `value_and_grad`, except that functions may close over parameters.
 
     Cost: `microbatches * virtual_stages + devices` trips, each with a forward pass and half of what
     `value_and_grad` sends. No residuals are kept.
@@ -182,7 +182,7 @@ class _Given:
     """What a call was given beside arrays.
 
     Attributes:
-      params: as the user has them: functions may close over them.
+      params: as the user has them, which functions must not close over.
       over: the axes over which losses are spread, with the wire's dtype.
     """
 
@@ -231,7 +231,8 @@ def _callable(
         batch = as_arrays("batch", batch)
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)
-        return compute(_Given(params, ring, over, specs and pair), layers, shared, batch)
+        closed = params if differentiates else {}
+        return compute(_Given(closed, ring, over, specs and pair), layers, shared, batch)
 
     def fn(layers: Any, shared: Any, batch: Any) -> Any:
         # Before an eager call becomes a program, whose arguments are others.

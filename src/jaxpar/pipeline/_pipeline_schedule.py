@@ -93,6 +93,16 @@ class PipelineSchedule:
         """The trip in which each microbatch's loss is computed."""
         return tuple(start + self.stages for start in self.starts)
 
+    def order(self, layers: int) -> list[int]:
+        """Returns the model's number of each layer of a stack, which is in the order of devices."""
+        each = layers // self.stages
+        return [
+            (virtual * self.devices + device) * each + number
+            for device in range(self.devices)
+            for virtual in range(self.virtual_stages)
+            for number in range(each)
+        ]
+
     def trips(self) -> list[list[PipelineTrip]]:
         """Returns the trips of each device."""
         if len(self.starts) != len(self.ends) or min(self.starts, default=-1) < 0:

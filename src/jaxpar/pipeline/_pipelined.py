@@ -270,8 +270,9 @@ class PipelineRun:
             with jax.named_scope(passes):
                 state, aux = self._forward(state, of_forward)
         state, of_part = self._losses(state, part, of_loss)
+        dy = state.get("dy")
         if self.pulls:
-            state["dy"], dy = self.how.collected(self.zero, of_part, self.index), state["dy"]
+            state["dy"] = self.how.collected(self.zero, of_part, self.index)
         if backward:
             ct = chosen(of_backward.is_last > 0, dy, arriving)
             ct = chosen(of_backward.runs > 0, ct, jax.tree.map(jnp.zeros_like, ct))

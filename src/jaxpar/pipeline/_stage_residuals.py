@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.axis.axis import Ring
 from jaxpar.compiler.jaxprs import user_line
-from jaxpar.pipeline._traced_functions import Traced, collectives_over, depends, traced
+from jaxpar.pipeline._traced_functions import TracedPart, collectives_over, depends, traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +23,7 @@ class StageResiduals:
       kept: for each leaf of the pullback, whether it depends on x.
     """
 
-    run: Traced
+    run: TracedPart
     kept: list[bool]
 
     def forward(self, params: Any, x: Any, microbatch: Any) -> tuple[Any, Any, list[Any]]:

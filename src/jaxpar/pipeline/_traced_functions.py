@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxpar.arguments.calls import value_error
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import varying_axes
-from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs, user_line
+from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 
 # The parameters of each function, and how those of others come there.
 OWN = {
@@ -23,7 +23,7 @@ OWN = {
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedPart:
     """A user's function of a pipeline, traced for arguments of these types.
 
     Attributes:
@@ -37,7 +37,7 @@ class Traced:
         return self.of_out.unflatten(jaxpr_as_fun(self.closed)(*jax.tree.leaves(args)))
 
 
-def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> Traced:
+def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> TracedPart:
     """Traces a function, and refuses `params` among the values that it closes over."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     for (argument, *path), leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -49,10 +49,10 @@ def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> 
                 f"{name} closes over {place}, which gets no gradient there; {remedy}, or close "
                 "over jax.lax.stop_gradient of it"
             )
-    return Traced(closed, jax.tree.structure(out))
+    return TracedPart(closed, jax.tree.structure(out))
 
 
-def check_entering(first: Traced, shared: Any, batch: Any, ring: Ring) -> None:
+def check_entering(first: TracedPart, shared: Any, batch: Any, ring: Ring) -> None:
     """Refuses a batch of which device 0 has a part: what it computes enters for all devices."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     before = len(jax.tree.leaves(shared))
