@@ -49,7 +49,8 @@ def layer(x, w, axes=()):
     rows = x.reshape(-1, WIDTH)
     routing = route(rows @ w["router"], 2, scoring="sigmoid", bias=w["bias"])
     statistics = routing_statistics(routing, axes)
-    return x + jnp.tanh(x @ w["w"]), {"counts": statistics.tokens_per_expert, "mean": rows.mean()}
+    mean = lax.pmean(rows.mean(), axes) if axes else rows.mean()
+    return x + jnp.tanh(x @ w["w"]), {"counts": statistics.tokens_per_expert, "mean": mean}
 
 
 def stage(layers, x, batch):
@@ -69,21 +70,22 @@ def last(shared, x, batch, axes=("pp",)):
 
 def counted(layers, x):
     """As `layer` counts, in NumPy, without ties."""
-    logits = np.asarray(x).reshape(-1, WIDTH) @ layers["router"]
-    scores = 1 / (1 + np.exp(-logits)) + layers["bias"]
+    logits = np.asarray(x).reshape(-1, WIDTH) @ np.asarray(layers["router"])
+    scores = 1 / (1 + np.exp(-logits)) + np.asarray(layers["bias"])
     chosen = np.argsort(-scores, axis=-1)[:, :2]
     return np.bincount(chosen.ravel(), minlength=EXPERTS)
 
 
 def on_one_device(layers, shared, batch):
-    """The loss, counts `[layers, experts]`, and right ones, of one microbatch."""
-    x, counts = first(shared, batch), []
+    """The loss, counts `[layers, experts]`, means `[layers]` and what is beside the loss."""
+    x, counts, means = first(shared, batch), [], []
     for number in range(LAYERS):
-        own = jax.tree.map(lambda leaf: leaf[number], layers)
+        own = jax.tree.map(lambda leaf, number=number: jnp.asarray(leaf[number]), layers)
         counts.append(counted(own, x))
+        means.append(np.mean(x))
         x = layer(x, own)[0]
     (loss, weight), aux = last(shared, x, batch, ())
-    return loss / weight, np.array(counts), aux
+    return loss / weight, np.array(counts), np.array(means), aux
 
 
 def by_microbatch(x, count):
@@ -105,9 +107,7 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
         (loss, aux), gradients = value_and_grad(*given, specs=specs, **options)(
             layers, shared, batch
         )
-        same = value(stage, first, last, schedule, "pp", **options)
-        evaluated = same(layers, shared, batch)
-        loss, aux, evaluated = jax.tree.map(lambda x: x, (loss, aux, evaluated))
+        evaluated = value(*given, specs=specs, **options)(layers, shared, batch)
         for of_last in (aux[1], evaluated[1][1]):
             of_last["right"] = lax.psum(of_last["right"], ("dp", "pp"))
         return (loss, aux), evaluated, gradients
@@ -129,14 +129,13 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
     truth = [on_one_device(layers, shared, one) for one in cut]
     back = np.argsort(order)
     for loss, (of_stages, of_last) in (found, evaluated):
-        np.testing.assert_allclose(loss, np.mean([loss for loss, _, _ in truth]), rtol=1e-12)
-        counts = np.array([counts for _, counts, _ in truth])
-        np.testing.assert_array_equal(of_stages["counts"][:, back], counts)
-        assert of_stages["mean"].shape == (count, LAYERS)
-        assert np.isfinite(of_stages["mean"]).all()
-        np.testing.assert_array_equal(of_last["right"], [aux["right"] for _, _, aux in truth])
-        losses = np.array([aux["losses"] for _, _, aux in truth])
-        np.testing.assert_allclose(of_last["losses"], losses, rtol=1e-10)
+        losses, counts, means, aux = zip(*truth, strict=True)
+        np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-12)
+        np.testing.assert_array_equal(of_stages["counts"][:, back], np.array(counts))
+        np.testing.assert_allclose(of_stages["mean"][:, back], np.array(means), atol=1e-12)
+        np.testing.assert_array_equal(of_last["right"], [one["right"] for one in aux])
+        each = np.array([one["losses"] for one in aux])
+        np.testing.assert_allclose(of_last["losses"], each, rtol=1e-10)
 
     def mean(params):
         return jnp.mean(jnp.stack([_loss(*params, one) for one in cut]))
@@ -159,20 +158,20 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
 def _loss(layers, shared, batch):
     x = first(shared, batch)
     for number in range(LAYERS):
-        x = layer(x, jax.tree.map(lambda leaf, number=number: leaf[number], layers))[0]
+        x = layer(x, jax.tree.map(lambda w, number=number: jnp.asarray(w[number]), layers))[0]
     (loss, weight), _ = last(shared, x, batch, ())
     return loss / weight
 
 
-def traced(function, stage_fn, last_fn, schedule=None, layers=np.ones((2, 4, 4))):
+def traced(function, stage_fn, last_fn):
     """The types of a function's results, on two devices."""
-    schedule = schedule or interleaved_1f1b(2, 2)
-    fn = function(stage_fn, lambda shared, x: x @ shared, last_fn, schedule, "pp", has_aux=True)
+    given = stage_fn, lambda shared, x: x @ shared, last_fn, interleaved_1f1b(2, 2), "pp"
+    fn = function(*given, has_aux=True)
     mesh = jaxpar.make_mesh("pp=2", devices=jax.devices()[:2])
     local = jax.shard_map(
         lambda *args: fn(*args)[0], mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=P()
     )
-    return jax.eval_shape(local, layers, np.eye(4), np.ones((8, 4)))
+    return jax.eval_shape(local, np.ones((2, 4, 4)), np.eye(4), np.ones((8, 4)))
 
 
 @pytest.mark.parametrize("function", [value, value_and_grad])
@@ -184,7 +183,9 @@ def test_what_functions_must_return(function):
         return (jnp.sum(x), x.size), None
 
     name = f"^{function.__name__}: "
-    with pytest.raises(TypeError, match=name + r"with has_aux stage_fn must return \(x, aux\), got"):
+    with pytest.raises(
+        TypeError, match=name + r"with has_aux stage_fn must return \(x, aux\), got"
+    ):
         traced(function, lambda w, x, batch: x @ w[0], last_fn)
     with pytest.raises(TypeError, match=name + r"with has_aux last_fn must return \(\(loss_sum"):
         traced(function, stage_fn, lambda shared, x, batch: (jnp.sum(x), x.size))

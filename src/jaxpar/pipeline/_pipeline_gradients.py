@@ -138,7 +138,7 @@ def value(
       schedule: any, also `gpipe`'s; only its forward passes count.
       axis: the mesh axis of the pipeline.
       batch_axes: as in `value_and_grad`.
-      specs: as in `value_and_grad`; only checked.
+      specs: as in `value_and_grad`.
       last_dim: as in `value_and_grad`.
       has_aux: as in `value_and_grad`.
 
@@ -226,8 +226,7 @@ def _callable(
         remedy = "shard dimension 0 in in_specs"
         check_own_shards("layers", layers, of_layers, ring, "layers", remedy)
         for argument, tree, spec in (("layers", layers, of_layers), ("shared", shared, of_shared)):
-            if differentiates or spec is not None:
-                sharded_axes(argument, tree, spec)
+            sharded_axes(argument, tree, spec)
         batch = as_arrays("batch", batch)
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)

@@ -1,0 +1,286 @@
+"""What a pipeline refuses, in its own words: closed-over parameters, rows, specs, options."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from staged import normal
+
+import jaxpar
+from jaxpar import Axis
+from jaxpar.pipeline import interleaved_1f1b, value, value_and_grad
+
+BOTH = pytest.mark.parametrize("check_vma", [True, False])
+LAYERS, SHARED = {"w": normal(1, 2, 4, 4)}, {"w": normal(2, 4, 4), "b": normal(3, 4)}
+BATCH = {"x": normal(4, 8, 4), "y": normal(5, 8, 4)}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def stage(layers, x, batch):
+    return jnp.tanh(x @ layers["w"][0])
+
+
+def first(shared, batch):
+    return batch["x"] @ shared["w"] + shared["b"]
+
+
+def last(shared, x, batch):
+    """The errors of this device's part of each row's features."""
+    labels = batch["y"]
+    if labels.shape != x.shape:
+        start = lax.axis_index("pp") * x.shape[1]
+        labels = lax.dynamic_slice_in_dim(labels, start, x.shape[1], 1)
+    return jnp.sum((x - labels) ** 2), x.size
+
+
+PARAMETERS = P("pp"), P()
+GRADIENTS, ARGUMENTS = (P(), PARAMETERS), (*PARAMETERS, P())
+FUNCTIONS = {"stage_fn": stage, "first_fn": first, "last_fn": last}
+
+
+def on_one_device(params):
+    layers, shared = params
+    x = first(shared, BATCH)
+    for w in layers["w"]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - BATCH["y"]) ** 2)
+
+
+def mapped(local, *, check_vma=True, specs=ARGUMENTS, axes="pp=2", out=GRADIENTS):
+    mesh = jaxpar.make_mesh(axes, devices=jax.devices()[: 4 if "dp" in axes else 2])
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+
+
+def pipeline_of(of=value_and_grad, schedule=None, axis="pp", specs=PARAMETERS, **options):
+    functions = [options.pop(name, function) for name, function in FUNCTIONS.items()]
+    how = {"specs": specs, "last_dim": 1, **options}
+    return of(*functions, schedule or interleaved_1f1b(2, 2), axis, **how)
+
+
+def traced(fn, layers=LAYERS, shared=SHARED, batch=BATCH, **options):
+    return jax.eval_shape(mapped(fn, **options), layers, shared, batch)
+
+
+def close(found, wanted, most=1e-10):
+    for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, right, rtol=0, atol=most)
+
+
+# -- what functions close over --------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("place", ["layers['w']", "shared['w']", "shared['b']"])
+def test_parameters_that_a_function_closes_over(name, place, check_vma):
+    def local(of, hidden, layers, shared, batch):
+        params = {"layers": layers, "shared": shared}
+        argument, _, key = place.partition("['")
+        closed = hidden(params[argument][key.removesuffix("']")])
+
+        def closing(*args):
+            result, more = FUNCTIONS[name](*args), jnp.sum(closed)
+            return (result[0] + more, result[1]) if name == "last_fn" else result + more
+
+        return pipeline_of(of, **{name: closing})(layers, shared, batch)
+
+    own = "layers" if name == "stage_fn" else "shared"
+    remedy = f"read it from {own}, its argument"
+    if not place.startswith(own):
+        remedy = "give each stage a copy in layers" if own == "layers" else "put it into shared"
+    text = (
+        f"value_and_grad: {name} closes over {place}, which gets no gradient there; {remedy}, or "
+        "close over jax.lax.stop_gradient of it"
+    )
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        traced(partial(local, value_and_grad, lambda x: x), check_vma=check_vma)
+    assert str(caught.value) == text
+    traced(partial(local, value_and_grad, lax.stop_gradient), check_vma=check_vma)
+    # The loss alone has no gradient to lose.
+    traced(partial(local, value, lambda x: x), check_vma=check_vma, out=P())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_eager_call_is_seen_too(name):
+    def local(layers, shared, batch):
+        def closing(*args):
+            assert shared["b"] is not None
+            return jax.tree.map(lambda x: x + 0 * jnp.sum(shared["b"]), FUNCTIONS[name](*args))
+
+        return pipeline_of(**{name: closing})(layers, shared, batch)
+
+    with pytest.raises(ValueError, match=rf"{name} closes over shared\['b'\], which gets no grad"):
+        mapped(local)(LAYERS, SHARED, BATCH)
+
+
+# -- rows of the batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+@pytest.mark.parametrize(
+    ("spec", "axes", "shape"),
+    [
+        (P("pp"), "pp=2", (4, 4)),
+        (P(("dp", "pp")), "dp=2,pp=2", (2, 4)),
+        ({"x": P("pp"), "y": P()}, "pp=2", (4, 4)),  # only what enters
+    ],
+)
+def test_rows_over_the_pipeline(of, spec, axes, shape):
+    fn = pipeline_of(of, batch_axes="dp" if "dp" in axes else ())
+    out = GRADIENTS if of is value_and_grad else P()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        traced(fn, specs=(P("pp"), P(), spec), axes=axes, out=out)
+    assert str(caught.value) == (
+        f"{of.__name__}: batch['x'] of local shape {shape} varies over ['pp'], as all that "
+        "first_fn reads of the batch, but device 0 of axis 'pp' (2) computes what enters the "
+        "pipeline, for all devices; leave ['pp'] out of its in_specs (labels alone may be cut "
+        "along last_dim), or gather in first_fn what it reads"
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_is_cut_over_the_pipeline_rightly(gathers, check_vma):
+    """Labels along `last_dim`, and features that `first_fn` gathers."""
+
+    def gathering(shared, batch):
+        x = lax.all_gather(batch["x"], "pp", axis=1, tiled=True)
+        return first(shared, {"x": x})
+
+    spec = {"x": P(None, "pp") if gathers else P(), "y": P(None, "pp")}
+    fn = pipeline_of(first_fn=gathering if gathers else first)
+    found = jax.jit(mapped(fn, specs=(P("pp"), P(), spec), check_vma=check_vma))(
+        LAYERS, SHARED, BATCH
+    )
+    close(found, jax.value_and_grad(on_one_device)((LAYERS, SHARED)))
+
+
+def test_rows_over_one_device():
+    fn = pipeline_of(schedule=interleaved_1f1b(1, 2, 2))
+    mesh = jaxpar.make_mesh("pp=1", devices=jax.devices()[:1])
+    specs = P("pp"), P(), P("pp")
+    local = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=(P(), (P("pp"), P())))
+    found = jax.jit(local)(LAYERS, SHARED, BATCH)
+    close(found, jax.value_and_grad(on_one_device)((LAYERS, SHARED)))
+
+
+# -- specs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+def test_layers_that_are_replicated(of):
+    out = (P(), (P(), P())) if of is value_and_grad else P()
+    start = rf"^{of.__name__}: "
+    with pytest.raises(ValueError, match=start + r"layers\['w'\] of local shape .* is replicated"):
+        traced(pipeline_of(of, specs=None), specs=(P(),) * 3, out=out)
+    for specs in (P(), (P(), P()), ({"w": P()}, P())):
+        text = (
+            rf"{start}the spec of layers\['w'\] lacks \['pp'\], but each device of axis 'pp' \(2\) "
+            "needs layers of its own; shard dimension 0 in in_specs"
+        )
+        with pytest.raises(ValueError, match=text):
+            traced(pipeline_of(of, specs=specs), out=out, check_vma=False, specs=(P(),) * 3)
+    with pytest.raises(ValueError, match=start + "under check_vma=False types do not say"):
+        traced(pipeline_of(of, specs=None), out=out, check_vma=False)
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "text"),
+    [
+        ((P("pp"), P("pp")), ValueError, r"shared\['b'\] varies over \[\], but its spec shards it"),
+        ((P("pp"),), TypeError, r"specs must be a pair, of the specs of layers and of shared"),
+        ({"layers": P("pp")}, TypeError, r"specs must be a pair"),
+        (({"v": P("pp")}, P()), ValueError, r"specs are no pytree prefix"),
+    ],
+)
+def test_specs_that_do_not_fit(specs, error, text):
+    with pytest.raises(error, match=r"^value_and_grad: " + text):
+        traced(pipeline_of(specs=specs))
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def test_integers_and_keys_among_parameters():
+    numbered = {**LAYERS, "n": np.arange(2)}
+    with pytest.raises(TypeError) as caught:
+        traced(pipeline_of(), layers=numbered)
+    assert str(caught.value) == (
+        "value_and_grad: layers['n'] is int64[1], which has no gradient; give numbers of layers as "
+        "floats, and keys as a leaf of the batch, by rows"
+    )
+    with pytest.raises(TypeError) as caught:
+        traced(pipeline_of(), shared={**SHARED, "key": jax.random.key(0)})
+    assert str(caught.value) == (
+        "value_and_grad: shared['key'] is key<fry>[], which has no gradient; give it as a leaf of "
+        "the batch, by rows"
+    )
+    # In an evaluation there is none to have.
+    traced(pipeline_of(value), layers=numbered, out=P())
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+def test_arguments_of_other_kinds(of):
+    out = GRADIENTS if of is value_and_grad else P()
+    check = partial(traced, out=out)
+    start = rf"^{of.__name__}: "
+    with pytest.raises(TypeError, match=start + r"schedule must be a PipelineSchedule, got '1f1b'"):
+        check(pipeline_of(of, "1f1b"))
+    text = r"last_fn must return \(loss_sum, weight\), got no tuple; return the sum of the losses"
+    with pytest.raises(TypeError, match=start + text):
+        check(pipeline_of(of, last_fn=lambda shared, x, batch: jnp.sum(x)))
+    with pytest.raises(TypeError, match=start + r"last_fn returned .*aux\); pass has_aux=True"):
+        check(pipeline_of(of, last_fn=lambda shared, x, batch: ((jnp.sum(x), 1), 2)))
+    with pytest.raises(ValueError, match=start + r"loss_sum must be a scalar, got local shape"):
+        check(pipeline_of(of, last_fn=lambda shared, x, batch: (x, x.size)))
+    for name in FUNCTIONS:
+        with pytest.raises(TypeError, match=start + rf"{name} must be a function, got None"):
+            check(pipeline_of(of, **{name: None}))
+    with pytest.raises(ValueError, match=start + r"batch\['s'\] is a scalar, .* let functions"):
+        check(pipeline_of(of), batch={**BATCH, "s": np.float64(1)})
+
+
+# -- options of axes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+def test_options_that_have_no_effect(of):
+    out = GRADIENTS if of is value_and_grad else P()
+    check = partial(traced, axes="dp=2,pp=2", out=out)
+    start = rf"^{of.__name__}: "
+    for options in ({"mode": "bidirectional"}, {"backward": "chunked-2"}, {"keep_gathered": True}):
+        ((option, given),) = options.items()
+        for names in ({"axis": "pp"}, {"batch_axes": "dp"}):
+            ((argument, name),) = names.items()
+            text = start + rf"{argument} has {option}={given}, which has no effect here; give its"
+            with pytest.raises(ValueError, match=text):
+                check(pipeline_of(of, **{"batch_axes": "dp", argument: Axis(name, **options)}))
+    for argument, name in {"axis": "pp", "batch_axes": "dp"}.items():
+        narrow = {argument: Axis(name, wire_dtype="bfloat16")}
+        with pytest.raises(ValueError, match=start + r"axis has wire_dtype=.* the same to both"):
+            check(pipeline_of(of, **{"batch_axes": "dp", **narrow}))
+    with pytest.raises(ValueError, match=start + r"axis and batch_axes both have \['pp'\]"):
+        check(pipeline_of(of, batch_axes=("dp", "pp")))
+
+
+@BOTH
+def test_the_wire_of_both_axes(check_vma):
+    """Gradients are rounded to bfloat16, and not the loss."""
+    axis, batch_axes = (Axis(name, wire_dtype="bfloat16") for name in ("pp", "dp"))
+    fn = pipeline_of(axis=axis, batch_axes=batch_axes)
+    step = mapped(fn, specs=(P("pp"), P(), P("dp")), axes="dp=2,pp=2", check_vma=check_vma)
+    loss, found = jax.jit(step)(LAYERS, SHARED, BATCH)
+    right, wanted = jax.value_and_grad(on_one_device)((LAYERS, SHARED))
+    np.testing.assert_allclose(loss, right, rtol=1e-12)
+    for one, truth in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        worst = np.abs(one - truth).max() / np.abs(truth).max()
+        assert 1e-5 < worst < 4 * 2**-8
