@@ -28,6 +28,7 @@ from jaxpar.layout import (
     infer_layout,
     tensor_parallel,
 )
+from jaxpar.pipeline import interleaved_1f1b
 
 F32 = jax.ShapeDtypeStruct
 PIPELINES = [(1, 1), (2, 1), (2, 4), (4, 2), (8, 1), (2, 3), (8, 2), (1, 4)]
@@ -226,6 +227,18 @@ def test_moments_lie_like_their_parameters(tmp_path, float64):
     plain = LayoutMap({"layers/.*": ("pp", "tp")}).layout(model, mesh_of(2))
     back = plain.like(jax.eval_shape(optimizer.init, plain.shapes)).restore(tmp_path / "state")
     assert_alike(back, expected[1])
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 1), (2, 4), (4, 2)])
+def test_a_schedule_says_how_many_stages(p, v):
+    """Of a rule and of a schedule that it is given, neither can have others."""
+    schedule = interleaved_1f1b(p, 4, v)
+    assert Interleaved("pp", schedule) == Interleaved("pp", v)
+    layers = np.arange(48)
+    placed = LayoutMap({"w": (Interleaved("pp", schedule),)}).layout({"w": layers}, mesh_of(p))
+    order = np.asarray(placed.place({"w": layers})["w"])
+    np.testing.assert_array_equal(schedule.order(48), order)
+    np.testing.assert_array_equal(order, in_order_of_devices(48, p, v))
 
 
 @pytest.mark.parametrize(

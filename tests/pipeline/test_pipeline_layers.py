@@ -93,6 +93,28 @@ def test_fsdp(kind, axes, check_vma):
     check(kind, axes, 4, 2, check_vma)
 
 
+@BOTH
+def test_layers_of_zeros(check_vma):
+    """Seven layers over eight stages: the last one returns what it is given, and stays zero."""
+    model, mesh = Model(7), jaxpar.make_mesh("pp=4,tp=2")
+    batch = model.batch(4)
+    cut = jax.tree.map(lambda x: by_microbatch(1, 2, x), batch)
+    loss, wanted = jax.jit(jax.value_and_grad(model.on_one_device))(
+        (model.layers, model.shared), cut
+    )
+    model.layers = {
+        name: np.concatenate([w, np.zeros_like(w[:1])]) for name, w in model.layers.items()
+    }
+    found, (of_layers, of_shared) = pipelined(model, mesh, 2, 2, check_vma, batch)
+    np.testing.assert_allclose(found, loss, rtol=1e-12)
+    assert not any(g[7:].any() for g in of_layers.values())
+    of_layers = {name: g[:7] for name, g in of_layers.items()}
+    for one, right in zip(
+        jax.tree.leaves((of_layers, of_shared)), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(one, right, rtol=0, atol=1e-10 * np.abs(right).max())
+
+
 # -- experts --------------------------------------------------------------------------------------
 
 

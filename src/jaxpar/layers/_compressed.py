@@ -80,7 +80,7 @@ def reduce_compressed_gradients(
     Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error
     feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=("mode", "backward", "keep_gathered", "gather_dtype"))
     wire = ring.wire_dtype
     how = LowBit("int8", COLUMNS) if wire is None else gathered_by(wire, "float32")
     if how is None:

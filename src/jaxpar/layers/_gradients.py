@@ -15,22 +15,15 @@ from jaxtyping import Float, Inexact, Num, Shaped
 from jaxpar.arguments.calls import of_user, public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
-from jaxpar.arguments.trees import as_arrays
+from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
-from jaxpar.layers._reduction import (
-    check_bucket,
-    check_own_shards,
-    manual_axes,
-    sharded_axes,
-    sum_leaves,
-)
+from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
 
 # From parameters and a batch to this device's (loss, (weight, aux)).
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
-NOT_IN_GROUPS = "leave that axis out of groups"
 SHARE = "leave out an earlier sum over axis, or leave out of axis the axes that share one loss"
 
 
@@ -131,7 +124,8 @@ def mean_value_and_grad(
         checked = checks_varying(manual_axes())
         params = as_arrays("params", params)
         check_parameters("params", params, "pass it to loss_fn apart from params")
-        check_own_shards("params", params, specs, apart, "parameters", NOT_IN_GROUPS)
+        if apart.names:
+            check_own_leaves("params", params, apart, "parameters", "leave that axis out of groups")
         sharded = sharded_axes("params", params, specs, apart.names)
         # Each device differentiates its own copy of a replicated parameter. Otherwise JAX would
         # sum the gradient over devices in every microbatch.

@@ -198,8 +198,6 @@ def check_own_shards(
     argument: str, tree: Any, specs: Any, ring: Ring, what: str, remedy: str
 ) -> None:
     """As `check_own_leaves`, by spec where types do not tell."""
-    if not ring.names:
-        return
     if checks_varying(ring.names):
         check_own_leaves(argument, tree, ring, what, remedy)
         return

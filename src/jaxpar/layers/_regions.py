@@ -22,6 +22,8 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar.compiler.compat import all_gather
 
+_NO_SUM = "wire_dtype", "gather_dtype"
+
 
 @public
 def copy_region(x: Tree, axis: AxisLike) -> Tree:
@@ -29,7 +31,8 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: mesh axes, or an `Axis`. A `wire_dtype` is used only if it is wider than a leaf's dtype.
+      axis: mesh axes, or an `Axis`. A `wire_dtype` is used only if it is wider than a leaf's dtype,
+        and a mode has no effect.
 
     Returns:
       `x`, typed as varying over `axis`. The derivative is a `lax.psum` over axes over which x did
@@ -121,7 +124,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> whole(jnp.arange(8.0))
       Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=_NO_SUM)
     x = as_arrays("x", x)
     dims = jax.tree.map(lambda leaf: check_dim("dim", dim, leaf.shape), x)
     check_own_leaves("x", x, ring, "a block")
@@ -154,7 +157,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> blocks(jnp.arange(8.0))
       Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=_NO_SUM)
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)

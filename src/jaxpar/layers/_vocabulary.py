@@ -42,7 +42,7 @@ def vocab_parallel_embedding(
       tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, rows in logical order. The last rows may be padding that no token
         names.
-      axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`.
+      axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`, in the table's dtype.
       sequence_dim: as in `row_parallel_linear`.
 
     Returns:
