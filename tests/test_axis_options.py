@@ -23,7 +23,7 @@ OPTIONS = {
     "keep_gathered": False,
     "gather_dtype": "bfloat16",
 }
-PARAMS = {"w": np.ones((8, 8))}
+PARAMS, MAP = {"w": np.ones((8, 8))}, layout.LayoutMap({"w": ("x",)})
 EXPERTS = {"up": np.ones((2, 8, 8), "float32"), "down": np.ones((2, 8, 8), "float32")}
 ONES = np.ones(4, "int32")
 
@@ -68,7 +68,7 @@ OUTSIDE = {
     "fully_sharded.axis": lambda a: layout.fully_sharded(PARAMS, mesh(), axis=a),
     "tensor_parallel.axis": lambda a: layout.tensor_parallel(PARAMS, mesh(), axis=a, columns="w"),
     "expert_parallel.axis": lambda a: layout.expert_parallel(PARAMS, mesh(), axis=a),
-    "fsdp_dims.axis": lambda a: layout.LayoutMap({"w": "x"}).layout(PARAMS, mesh()).fsdp_dims(a),
+    "fsdp_dims.axis": lambda a: MAP.layout(PARAMS, mesh(), strict=False).fsdp_dims(a),
 }
 # These obey options, and say of others what they do instead: `mode` where sums are of `jax.lax`.
 OBEY = {

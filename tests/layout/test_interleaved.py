@@ -235,8 +235,9 @@ def test_a_schedule_says_how_many_stages(p, v):
     schedule = interleaved_1f1b(p, 4, v)
     assert Interleaved("pp", schedule) == Interleaved("pp", v)
     layers = np.arange(48)
-    placed = LayoutMap({"w": (Interleaved("pp", schedule),)}).layout({"w": layers}, mesh_of(p))
-    order = np.asarray(placed.place({"w": layers})["w"])
+    rules = LayoutMap({"w": (Interleaved("pp", schedule),)})
+    layout = rules.layout({"w": layers}, mesh_of(p), strict=False)
+    order = np.asarray(layout.place({"w": layers})["w"])
     np.testing.assert_array_equal(schedule.order(48), order)
     np.testing.assert_array_equal(order, in_order_of_devices(48, p, v))
 

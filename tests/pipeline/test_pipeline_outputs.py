@@ -196,8 +196,8 @@ def test_what_functions_must_return(function):
 def test_gpipe_evaluates():
     """Backward passes do not matter, and neither do dtypes of parameters."""
     fn = value(
-        lambda w, x, batch: x * w[0],
-        lambda shared, x: x.astype("float64") + shared,
+        lambda w, x, batch: x * w[0].astype(x.dtype),
+        lambda shared, x: x + shared.astype(x.dtype),
         lambda shared, x, batch: (jnp.sum(x), x.size),
         gpipe(2, 2),
         "pp",

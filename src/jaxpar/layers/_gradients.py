@@ -133,7 +133,7 @@ def mean_value_and_grad(
         batches = batch
         if parts > 1:
             batch = as_arrays("batch", batch)
-            batches = jax.tree_util.tree_map_with_path(partial(cut_batch, parts), batch)
+            batches = jax.tree_util.tree_map_with_path(partial(cut_batch, parts, "loss_fn"), batch)
         local = _local_loss(of_user(loss_fn, "loss_fn"), has_aux, ring, apart)
         # Under check_vma=True, JAX has summed over all other axes, and the loss counts once there.
         # Otherwise each device's loss counts, and no gradient is summed yet.

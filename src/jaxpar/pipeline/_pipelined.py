@@ -69,12 +69,15 @@ class Pipeline:
 
     def losses(self, microbatch: Any, shared: Any, part: Any) -> tuple[Any, Any]:
         """Returns the sum of this device's losses, and `(weight, aux)`."""
+
+        def last(*args: Any) -> tuple[Any, Any]:
+            (loss, weight), aux = losses_of("last_fn", self.last(*args), self.has_aux)
+            return loss, (weight, as_arrays("aux", aux))
+
         args = shared, part, microbatch
-        result = traced("last_fn", self.last, self.params, *args)(*args)
-        (loss, weight), aux = losses_of("last_fn", result, self.has_aux)
+        loss, beside = traced("last_fn", last, self.params, *args)(*args)
         check_own("loss_sum", loss, self.ring, "a share", SHARE, operand=False)
-        loss, weight, aux = vary_over(self.ring.names, (loss, weight, as_arrays("aux", aux)))
-        return loss, (weight, aux)
+        return vary_over(self.ring.names, (loss, beside))
 
     def shared_out(self, y: Any, index: Any) -> Any:
         """Returns this device's part of the last stage's result."""
