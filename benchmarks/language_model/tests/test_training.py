@@ -99,6 +99,22 @@ def test_a_pipeline_takes_part(tmp_path, text, monkeypatch):
     np.testing.assert_allclose(last.validation, whole.validation, rtol=1e-10)
 
 
+def test_a_pipeline_tells_the_loads_of_its_experts(text, monkeypatch):
+    """Those of each layer, in the model's order, are those without a pipeline."""
+    monkeypatch.setattr("language_model.run.validate", lambda *_: None)
+    sizes = model(layers=4, heads=3, kv_heads=1, experts=5)
+    training = replace(TRAINING, steps=1)
+    one, two = (
+        run(Trainer(sizes, training, build_mesh(mesh), 2, **how), text, stop=1)
+        for mesh, how in (("dp=2", {}), ("pp=2,dp=2", {"virtual_stages": 2}))
+    )
+    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-10)
+    (found,), (wanted,) = two.experts, one.experts
+    assert found["loads"] == wanted["loads"]
+    assert len({tuple(layer) for layer in wanted["loads"]}) == 4  # no two layers alike
+    np.testing.assert_allclose(found["entropy"], wanted["entropy"], rtol=1e-10)
+
+
 def test_a_checkpoint_of_0_4_0_goes_on(tmp_path, text):
     """Two steps on fsdp=2,tp=2, and the losses of those that 0.4.0 went on with."""
     with tarfile.open(Path(__file__).with_name("checkpoint_of_0_4_0.tar.xz")) as archive:
