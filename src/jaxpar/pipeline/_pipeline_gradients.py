@@ -105,7 +105,8 @@ def value_and_grad(
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
             layers, shared = params
             with naming("value_and_grad"):
-                loss, weight, aux = pipelined(how, _stages(schedule, layers), shared, microbatches)
+                sums: Any = pipelined(how, _stages(schedule, layers), shared, microbatches)
+            loss, weight, aux = sums
             return (loss, weight), aux
 
         fn: Any = mean_value_and_grad(loss_fn, given.over, specs=given.specs, has_aux=True)
@@ -158,7 +159,7 @@ def value(
       >>> fn = value(
       ...     lambda w, x, batch: (x * w[0], jnp.max(x)),
       ...     lambda shared, batch: batch + shared,
-      ...     lambda shared, x, batch: ((jnp.sum(x), x.size), jnp.max(x)),
+      ...     lambda shared, x, batch: ((jnp.sum(x), x.size), jnp.max(x)[None]),
       ...     gpipe(8, microbatches=2), "pp", has_aux=True)
       >>> evaluate = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
       ...     out_specs=(P(), (P(None, "pp"), P(None, "pp")))))
@@ -231,7 +232,8 @@ def _callable(
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)
         closed = params if differentiates else {}
-        return compute(_Given(closed, ring, over, specs and pair), layers, shared, batch)
+        pair = None if specs is None else pair
+        return compute(_Given(closed, ring, over, pair), layers, shared, batch)
 
     def fn(layers: Any, shared: Any, batch: Any) -> Any:
         # Before an eager call becomes a program, whose arguments are others.
