@@ -424,7 +424,9 @@ ERRORS = {
     "buffer_factor=inf must be finite; None is for buffers": {"buffer_factor": float("inf")},
     "capacity_policy must be one of probability, choice, position": {"capacity_policy": "nope"},
     r"shared_gate of local shape \(6, 1\) is given without": {"shared_gate": jnp.ones((D, 1))},
-    "data_axis has wire_dtype, but counts": {"data": Axis("dp", wire_dtype="bfloat16")},
+    "data_axis has wire_dtype=bfloat16, which has no effect here": {
+        "data": Axis("dp", wire_dtype="bfloat16")
+    },
     "data_axis has mode and backward, but": {"data": Axis("dp", mode="naive", backward="naive")},
     r"router_bias has local shape \(3,\), but needs .* 8 experts": {"router_bias": jnp.zeros(3)},
     "router_bias must be floats, got int32": {"router_bias": jnp.zeros(8, "int32")},

@@ -274,7 +274,7 @@ def test_what_a_stage_closes_over(check_vma):
         r"shared\['w'\]": lambda layers, shared, x: shared["w"],
         "layers": lambda layers, shared, x: layers,
     }.items():
-        match = f"^value_and_grad: stage_fn closes over {name}, which gets no gradient there; (give|read)"
+        match = f"^value_and_grad: stage_fn closes over {name}, which gets no gradient there; "
         with pytest.raises(ValueError, match=match):
             loss_and_gradients(closed_over)
     found = loss_and_gradients(lambda _, shared, x: lax.stop_gradient(shared["w"]).mean() + x)

@@ -17,7 +17,7 @@ from jaxpar.arguments.checks import as_array, check_own, check_whole
 from jaxpar.arguments.checks_of_layers import check_among, check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import AUTO, DISPATCHES
@@ -25,7 +25,6 @@ from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE
 from jaxpar.moe._experts import check_shapes
 from jaxpar.moe._mlp import Experts, ExpertsLike, as_experts, expert_arrays, present
-from jaxpar.moe._statistics import bind_sums
 
 GATHERED = "gathered experts"  # names arrays that are not saved for the backward pass
 
@@ -64,7 +63,7 @@ def bind_axes(
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
 ) -> Axes:
-    data = bind_sums(() if data_axis is None else data_axis, "data_axis")
+    data = bind_any(() if data_axis is None else data_axis, "data_axis", refuses=OPTIONS)
     rings = {"axis": bind(axis), "data_axis": data}
     if tp_axis is not None and tp_axis not in ((), []):
         rings["tp_axis"] = bind(tp_axis, "tp_axis")
