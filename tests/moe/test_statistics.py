@@ -295,9 +295,12 @@ def test_the_bias_balances():
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("axis has wire_dtype, but counts", {"wire_dtype": "bfloat16"}),
-        ("axis has mode and keep_gathered, but", {"mode": "naive", "keep_gathered": False}),
-        ("axis has gather_dtype=bfloat16, which is for weights", {"gather_dtype": "bfloat16"}),
+        ("axis has wire_dtype=bfloat16, which has no effect here", {"wire_dtype": "bfloat16"}),
+        (
+            "axis has keep_gathered=False, which has no effect here",
+            {"mode": "naive", "keep_gathered": False},
+        ),
+        ("axis has gather_dtype=bfloat16, which has no effect here", {"gather_dtype": "bfloat16"}),
     ],
 )
 def test_an_axis_of_sums_has_no_options(function, text, options):
