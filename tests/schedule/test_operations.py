@@ -156,7 +156,7 @@ def test_what_a_collective_sends_and_among_whom():
         "  %a = s8[8] all-reduce(%p), replica_groups={{0,1},{2,3}}, "
         'backend_config={"debug":"StrategyND{colors:2 phases:2"}\n'
         "  %b = s8[32] all-gather(%p), replica_groups={}, dimensions={0}\n"
-        "  %s = (s8[8], s8[8]) copy-start(%p)\n"
+        "  %s = (s8[8]{0:S(1)}, s8[8]) copy-start(%p)\n"  # into VMEM
         "  %c = s8[8] copy-done(%s)\n"
     )
     assert found["a"].message == Message(

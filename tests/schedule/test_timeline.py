@@ -357,7 +357,10 @@ def test_an_asynchronous_ragged_all_to_all(begin):
 
 def test_what_another_core_gathers_runs_beside_matmuls():
     """A transfer on its way is not taken for it."""
-    gather = "%gather (g.x: s8[10]) -> s8[10] {\n  ROOT %g.x = s8[10] parameter(0)\n}\n"
+    gather = (
+        "%gather (g.x: s8[10]) -> s8[10] {\n  %g.x = s8[10] parameter(0)\n"
+        "  ROOT %g.y = s8[10] copy(%g.x)\n}\n"
+    )
     begin = (
         f"  %b = ((), (), (s32[])) call-start(), {THREAD}, to_apply=%gather\n"
         "  %u = ((s8[10]), s8[10]) call-update(%b, %p)\n"
@@ -398,7 +401,7 @@ def test_a_grouped_matmul_multiplies_shared_tiles_twice():
 
 
 def test_copies_between_memories_are_no_transfers():
-    copy = "  %cs = (s8[10], s8[10], u32[]) copy-start(%p)\n"
+    copy = "  %cs = (s8[10]{0:S(1)}, s8[10], u32[]) copy-start(%p)\n"
     wait = "  %cd = s8[10] copy-done(%cs)\n"
     played = play(copy + wait + work("w", 2))
     assert (played.total, played.exposed, played.transfer) == (3, 0, 0)
@@ -458,7 +461,7 @@ def test_a_gpu_takes_a_slice_of_a_stack_beside_what_computes():
     end = "  %d = s8[1,60] fusion-done(%s)\n"
     played = play(stack + begin + work("v", 1) + end, fused, chip=SWITCH)
     (copied,) = [event for event in played.events if event.kind == "copy"]
-    assert copied.seconds == pytest.approx(60 / 10)
+    assert copied.seconds == pytest.approx((60 + 60) / 10)  # read and written
     assert copied.covers == ("v",)
 
 

@@ -221,7 +221,7 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
 def collective_in(i: Instruction) -> Instruction | None:
     if i.opcode.removesuffix("-start") in _COLLECTIVES:
         return i
-    if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
+    if i.opcode not in ("fusion", "fusion-start", "async-start", "call-start", "call-update"):
         return None
     return next((x for x in i.inside if x.opcode in _COLLECTIVES), None)
 

@@ -73,6 +73,16 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @cached_property
+    def results(self) -> tuple[Array, ...]:
+        """Returns the arrays, of a start only those that it makes."""
+        if not self.opcode.endswith(("-start", "call-update")) or self.opcode == "all-reduce-start":
+            return self.arrays
+        # Operands, results and contexts; or of a copy the result first.
+        count = sum(len(operand.arrays) for operand in self.operands if operand.opcode != "call-start")
+        made = self.arrays[:count] if self.opcode == "copy-start" else self.arrays[count:]
+        return tuple(array for array in made if array.shape)
+
+    @cached_property
     def inside(self) -> tuple["Instruction", ...]:
         found = (i for computation in self.called for i in computation.instructions)
         return tuple(inner for i in found for inner in (i, *i.inside))
@@ -249,6 +259,8 @@ def _join(computation: Computation, computations: dict[str, Computation]) -> Non
                 f"parse: %{i.name} calls %{lost[0]}, which is not defined; pass compiled.as_text()"
             )
         i.called = tuple(computations[name] for name in called)
+        if i.opcode == "call-update":  # it brings the operands of what its start calls
+            i.called = i.operands[0].called
 
 
 def _bits(dtype: str) -> int:

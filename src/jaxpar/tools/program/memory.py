@@ -55,7 +55,7 @@ def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
 
 
 def _held(exposures: Exposures, i: Instruction) -> LiveArray:
-    text = str(max(i.arrays, key=lambda one: one.bytes))
+    text = str(max(i.results, key=lambda one: one.bytes))
     if i.opcode == "parameter":
         name = i.op_name.replace("\\'", "'") or f"argument {i.operand_text}"
         return LiveArray(_size(i), text, name, None, "argument")
@@ -67,10 +67,7 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
 
 def _size(i: Instruction) -> int:
     # The compiler's peak counts VMEM, too.
-    sizes = [array.bytes for array in i.arrays if not array.is_on_host]
-    if i.opcode.endswith(("-start", "-update")):  # operand, result and contexts
-        return max(sizes, default=0)
-    return sum(sizes)
+    return sum(array.bytes for array in i.results if not array.is_on_host)
 
 
 def _peak(computation: Computation) -> tuple[int, set[Instruction]]:

@@ -34,7 +34,7 @@ class Operation:
     name: str  # of the HLO instruction
     op: str  # the operation of the traced program
     operands: tuple["Operation", ...] = field(repr=False)
-    work: Demand  # also of starts and dones; empty for control flow
+    work: Demand  # also of collectives; empty for copies, dones and control flow
 
     def __str__(self) -> str:
         return f"{type(self).__name__:<11} {self.name}"
@@ -70,9 +70,9 @@ class Collective(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Copy(Operation):
-    """Copies between memories, or gathers on another core."""
+    """Copies between memories, or computes on another core."""
 
-    bytes: int
+    bytes: int  # through HBM
     pair: str
     way: Way = "memory"
 
@@ -185,7 +185,7 @@ def _operation(
 ) -> Operation:
     # The class of an instruction is decided here and nowhere else.
     work = work_of(i, kernels)
-    known = (i.name, i.op_name, operands, work)
+    known, idle = ((i.name, i.op_name, operands, each) for each in (work, Demand()))
     if i.opcode == "while":
         runs = (schedule(i.called_as("condition")), schedule(i.called_as("body")))
         return Loop(*known, runs, i, LoopState(scope, i).trips())
@@ -200,21 +200,37 @@ def _operation(
     # done, which contain a mark, and between them matmuls, which contain the collective.
     marks = {inner.target for inner in i.inside}
     if i.opcode.endswith("-done") or "AsyncCollectiveDone" in marks:
-        return Done(*known, pair)
-    if i.opcode == "async-update":
-        return Free(*known)  # only another name of what its operand has started
-    if i.opcode == "call-start" and not i.operands:
-        return Free(*known)  # on another core; its operands come with the update
-    inner = collective_in(i.operands[0] if i.opcode == "call-update" else i)
+        return Done(*idle, pair)
+    # The first is only another name of what its operand has started. The second starts work on
+    # another core, whose operands come with the update.
+    if i.opcode == "async-update" or (i.opcode == "call-start" and not i.operands):
+        return Free(*idle)
+    inner = collective_in(i)
     is_start = i.opcode.endswith(("-start", "call-update")) or "AsyncCollectiveStart" in marks
     is_fused = i.opcode == "fusion" and not is_start
     if inner is not None and not (is_fused and work.is_matmul):
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
-    if i.opcode.endswith("-start") and not work.is_matmul:
-        # Destination, source and a context. A slice is the smaller one of the first two.
-        size = min((array.bytes for array in i.arrays if array.shape), default=0)
-        return Copy(*known, size, pair, _way(i))
-    if i.opcode == "call-update":
-        return Copy(*known, i.bytes, pair)  # its type has operands and results
-    return Free(*known) if is_free(i) else Compute(*known)
+    if i.opcode.endswith(("-start", "call-update")) and not work.is_matmul:
+        runs = schedule(i.called[0]) if i.called and i.opcode != "fusion-start" else None
+        return Copy(*idle, _in_hbm(work) if runs is None else _moved(runs), pair, _way(i))
+    return Free(*idle) if is_free(i) else Compute(*known)
+
+
+def _in_hbm(work: Demand) -> int:
+    return work.moved - work.in_vmem
+
+
+def _moved(schedule: Schedule) -> int:
+    """Returns the bytes that all its operations move through HBM."""
+    total = 0
+    for operation in schedule.operations:
+        match operation:
+            case Control():
+                trips = operation.trips if isinstance(operation, Loop) else 1
+                total += (trips or 1) * max(map(_moved, operation.runs))
+            case Copy():
+                total += operation.bytes
+            case _:
+                total += _in_hbm(operation.work)
+    return total

@@ -8,30 +8,30 @@ from jaxpar.tools.program.hlo import Computation, Instruction
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _ALIKE = ("convert", "copy", "transpose")  # each number comes from one number
-_VMEM = 1  # HLO's number of the memory
+_HBM = 0  # HLO's number of the memory
 
 
 def moved_by(i: Instruction) -> tuple[int, int, int]:
     """Returns bytes moved, bytes in VMEM, and numbers."""
     moved = in_vmem = elements = 0.0
     for x, size in (*zip(i.operands, _read(i), strict=True), (i, _written(i))):
-        share = size / max(x.bytes, 1)
+        share = size / max(sum(array.bytes for array in x.results), 1)
         moved += size
         # Single numbers are in scalar memory.
-        near = (array for array in x.arrays if array.memory == _VMEM or not array.shape)
+        near = (array for array in x.results if array.memory != _HBM or not array.shape)
         in_vmem += share * sum(array.bytes for array in near)
-        elements += share * sum(prod(array.shape) for array in x.arrays)
+        elements += share * sum(prod(array.shape) for array in x.results)
     return max(0, int(moved)), max(0, int(in_vmem)), max(0, int(elements))
 
 
 def _read(i: Instruction) -> list[int]:
     """Returns bytes read; of slices the used part."""
-    read = [operand.bytes for operand in i.operands]
-    if i.opcode in _SLICES:
-        read[0] = min(read[0], i.bytes)
-    elif i.opcode in _UPDATES:
+    read, kind = [operand.bytes for operand in i.operands], i.opcode.removesuffix("-start")
+    if kind in _SLICES:
+        read[0] = min(read[0], _made(i))
+    elif kind in _UPDATES:
         read[: _buffers(i)] = [0] * _buffers(i)
-    elif i.opcode == "fusion":
+    elif kind == "fusion":
         inner, results = i.called[0], frozenset(_results(i))
         for number, parameter in inner.parameters.items():
             taken = _taken(inner, parameter, results)
@@ -42,29 +42,45 @@ def _read(i: Instruction) -> list[int]:
 
 def _written(i: Instruction) -> int:
     """Returns bytes written; of updates, only the update."""
-    return sum(_updates(x) if x.opcode in _UPDATES else x.bytes for x in _results(i))
+    return sum(
+        _updates(x) if x.opcode.removesuffix("-start") in _UPDATES else _made(x)
+        for x in _results(i)
+    )
+
+
+def _made(i: Instruction) -> int:
+    return sum(array.bytes for array in i.results)
 
 
 def _buffers(i: Instruction) -> int:
-    return 1 if i.opcode == "dynamic-update-slice" else len(i.operands) // 2
+    return 1 if "dynamic-update-slice" in i.opcode else len(i.operands) // 2
 
 
 def _updates(i: Instruction) -> int:
     # A scatter also reads what it adds to.
-    if i.opcode == "dynamic-update-slice":
+    if "dynamic-update-slice" in i.opcode:
         return i.operands[1].bytes
     return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
 
 
-def _results(i: Instruction) -> Iterator[Instruction]:
-    """Yields the results' makers, also inside fusions."""
-    if i.opcode == "fusion":
-        yield from _results(i.called[0].root)
-    elif i.opcode == "tuple" or _is_a_view(i):
+def _results(i: Instruction, around: tuple[Instruction, ...] = ()) -> Iterator[Instruction]:
+    """Yields the results' makers, also inside fusions.
+
+    Of an update in a fusion, also the maker of what it updates, unless an operand is updated.
+    """
+    if i.opcode.removesuffix("-start") == "fusion":
+        yield from _results(i.called[0].root, (*around, i))
+    elif around and (i.opcode == "tuple" or _is_a_view(i)):
         for operand in i.operands:
-            yield from _results(operand)
+            yield from _results(operand, around)
+    elif i.opcode == "parameter" and len(around) > 1:
+        yield from _results(around[-1].operands[int(i.operand_text)], around[:-1])
     else:
         yield i
+        if i.opcode in _UPDATES and around:
+            for buffer in i.operands[: _buffers(i)]:
+                makers = _results(buffer, around)
+                yield from (maker for maker in makers if maker.opcode != "parameter")
 
 
 def _taken(inner: Computation, value: Instruction, results: frozenset[Instruction]) -> int | None:

@@ -196,8 +196,6 @@ class Values:
 
     def collective(self, name: str) -> Instruction | None:
         i = self.instructions.get(name)
-        if i is not None and i.opcode == "call-update" and i.operands:
-            i = i.operands[0]
         return None if i is None else collective_in(i)
 
 
