@@ -581,9 +581,11 @@ def test_a_matmul_is_not_as_slow_as_the_compiler_says():
     fast = replace(TORUS, flops=1e9)
     assert multiplied(10**5, chip=fast) == pytest.approx(read / 10 + FIRST_BYTE)
     assert multiplied(10**3, chip=fast) == pytest.approx(read / 10)
+    for dtype, result in (("s8", "s32"), ("f8e5m2", "bf16"), ("s4", "s32"), ("f32", "f32")):
+        found = multiplied(10**9, f"{result}[512,200]", dtype=dtype)
+        assert found == pytest.approx(longest + FIRST_BYTE)
     # Of these the FLOPs are not known.
     assert multiplied(10**9, more="operand_precision={highest,highest}, ") == 10**9
-    assert multiplied(10**9, "s32[512,200]", dtype="s8") == 10**9
     assert multiplied(10**9, dtype="f32") == pytest.approx(longest + FIRST_BYTE)
 
 

@@ -11,6 +11,7 @@ from importlib.resources import files
 
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
+from jaxpar.tools.timeline.links import OWN_KERNEL
 from jaxpar.tools.timeline.target import Target, target_of
 from jaxpar.tools.timeline.timeline import Timeline
 
@@ -27,6 +28,7 @@ _PLURALS = {
 }
 _NONE = ": no measurement"
 BETWEEN_SLICES = " between slices"  # ends a kind
+_ENDINGS = {DCN: BETWEEN_SLICES, OWN_KERNEL: " in kernels of XLA's own"}  # by what a row says
 _KINDS = {
     "all-gather": "gather",
     "all-reduce": "sum",
@@ -46,8 +48,8 @@ class Band:
     high: float = 0.0
 
     def __str__(self) -> str:
-        kinds = _PLURALS[self.kind.removesuffix(BETWEEN_SLICES)]
-        where = BETWEEN_SLICES if self.kind.endswith(BETWEEN_SLICES) else ""
+        where = next((end for end in _ENDINGS.values() if self.kind.endswith(end)), "")
+        kinds = _PLURALS[self.kind.removesuffix(where)]
         what = f"{self.chip}, {'large' if self.is_large else 'small'} {kinds}{where}"
         if not self.rows:
             return f"{what}{_NONE}"
@@ -105,7 +107,7 @@ def _kind(event: Event) -> str:
     if event.kind == "compute":
         return "matmul" if event.is_matmul else "memory"
     kind = _KINDS.get(event.row.rpartition(" ")[2], "permute")
-    return kind + BETWEEN_SLICES if DCN in event.row else kind
+    return kind + "".join(end for mark, end in _ENDINGS.items() if mark in event.row)
 
 
 @cache

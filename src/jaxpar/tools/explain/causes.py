@@ -5,6 +5,7 @@ Rules on needless transfers come before rules on hiding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -15,6 +16,7 @@ from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.explain.verdict import Verdict
 from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
+from jaxpar.tools.program.sources import is_recomputed
 from jaxpar.tools.timeline.links import BETWEEN_SLICES
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # jaxpar has forms of these
@@ -24,8 +26,11 @@ _HALF = 0.5
 class Rules(SentInVain):
     def of(self, exposed: ExposedCollective | Overhead) -> Iterator[Verdict]:
         if isinstance(exposed, Overhead):
-            is_cut = exposed.kind == "windowed einsums"
-            yield self._windowed_einsums(exposed) if is_cut else self._copies(exposed)
+            rule = {
+                "windowed einsums": self._windowed_einsums,
+                "recomputed by the compiler": self._recomputed,
+            }.get(exposed.kind, self._copies)
+            yield rule(exposed)
             return
         first = [self._in_disguise, self._resharding]
         if self._is_at_odds(exposed):
@@ -228,4 +233,20 @@ class Rules(SentInVain):
             f"compile with {WHOLE_MATMULS.name}={WHOLE_MATMULS.value}, or write the matmuls in a "
             "jax.shard_map with jaxpar's all_gather_matmul and matmul_reduce_scatter",
             chain(self.edits.compiler_options(WHOLE_MATMULS.name), self.edits.compiler_options()),
+        )
+
+    def _recomputed(self, o: Overhead) -> Verdict:
+        names = [name for name in self.exposures.seconds if is_recomputed(name)]
+        arrays = [array for name in names for array in self.exposures.instruction(name).results]
+        count = sum(array.bytes for array in arrays)
+        largest = max(map(str, arrays), key=Counter(map(str, arrays)).__getitem__, default="")
+        peak, there = self.exposures.program.memory.peak, self.exposures.chip.capacity
+        short = peak + count - there
+        return Verdict(
+            "recomputed by the compiler",
+            f"{len(names)} instructions, most of {largest}, compute {size(count)} again that had no "
+            f"room: the peak is {size(peak)} of {size(there)}"
+            + (f", and with all of them {size(short)} would be short" if short > 0 else ""),
+            "choose yourself what is not kept: jax.checkpoint around a layer, with a policy of "
+            "jax.checkpoint_policies; or use a smaller batch, or shard the arrays at the peak",
         )

@@ -36,7 +36,7 @@ class Finding:
     """Time that one line costs, its cause and an edit.
 
     Attributes:
-      of: the exposed collectives, a loop's copies, or windowed einsums.
+      of: the exposed collectives, a loop's copies, windowed einsums, or recomputed arrays.
       cause: a cause of the guide "Why is this step slow?"; `meaning` explains it.
       why: the evidence.
       edit: what to change.
@@ -205,9 +205,7 @@ def _explained(
     cut = windowed_einsums(exposures)
     rules, costs = Rules(exposures, Edits(program)), overheads(exposures, cut)
     waits = [e for e in exposures.found() if e.seconds >= LEAST * played.total][:findings]
-    others = [
-        o for o in costs if o.kind == "windowed einsums" or (o.in_loop and o.kind == "copies")
-    ]
+    others = [o for o in costs if o.kind in CAUSES and (o.in_loop or o.kind != "copies")]
     others = [o for o in others if o.seconds >= LEAST * played.total]
     worth = WORTH * played.total if can_try else inf
     ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *others)]

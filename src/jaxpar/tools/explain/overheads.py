@@ -10,7 +10,14 @@ from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.windowed import WindowedEinsums
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
-from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
+from jaxpar.tools.program.sources import (
+    Line,
+    is_recomputed,
+    own_line,
+    phase_of,
+    scopes_of,
+    shown,
+)
 
 Overheads = Literal[
     "copies",
@@ -20,6 +27,7 @@ Overheads = Literal[
     "HBM-bound matmuls",
     "passes over memory",
     "windowed einsums",
+    "recomputed by the compiler",
 ]
 
 _COPIES = {"copy", "copy-start", "copy-done"}
@@ -39,7 +47,8 @@ class Overhead:
 
     Attributes:
       kind: such as `"copies"` or `"recomputation"`.
-      seconds: the time in a step. For windowed einsums, all pieces and the waits between them.
+      seconds: the time in a step. For windowed einsums, all pieces and the waits between them. For
+        what the compiler recomputes, all of it, from all lines.
       runs: how many instructions ran.
       line: the user's line, or None.
       chain: as in `ExposedCollective`.
@@ -64,17 +73,20 @@ class Overhead:
 
 def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...]:
     groups: dict[Any, list[tuple[str, float]]] = defaultdict(list)
-    pieces: list[tuple[str, float]] = []
+    whole: dict[Overheads, list[tuple[str, float]]] = defaultdict(list)  # one overhead each
     for event in exposures.events:
         if event.name in cut.permutes and event.kind == "wait":
-            pieces.append((event.name, event.seconds))
+            whole["windowed einsums"].append((event.name, event.seconds))
         waits_for_copy = event.kind == "wait" and event.row == "memory"
         if not waits_for_copy and event.kind != "compute":
             continue
         i = exposures.instruction(event.name)
         op_name, lines = exposures.origin(i)
         if (op_name, lines) in cut.origins:
-            pieces.append((event.name, event.seconds))
+            whole["windowed einsums"].append((event.name, event.seconds))
+            continue
+        if is_recomputed(event.name):
+            whole["recomputed by the compiler"].append((event.name, event.seconds))
             continue
         kind = "copies" if waits_for_copy else _kind(exposures, i, op_name)
         if kind is not None:
@@ -84,7 +96,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
             chain = exposures.sources.chain(lines)
             key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
             groups[key].append((event.name, event.seconds))
-    found = [_of_pieces(exposures, pieces)] if pieces else []
+    found = [_as_one(exposures, kind, pieces) for kind, pieces in whole.items()]
     for (kind, line, chain, scopes, in_loop), events in groups.items():
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
@@ -94,7 +106,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
     return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
 
 
-def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhead:
+def _as_one(exposures: Exposures, kind: Overheads, pieces: list[tuple[str, float]]) -> Overhead:
     by_lines: dict[tuple[Line, ...], float] = defaultdict(float)
     for name, seconds in pieces:
         by_lines[exposures.origin(exposures.instruction(name))[1]] += seconds
@@ -102,7 +114,7 @@ def _of_pieces(exposures: Exposures, pieces: list[tuple[str, float]]) -> Overhea
     name, _ = max(pieces, key=lambda piece: piece[1])
     i = exposures.instruction(name)
     return Overhead(
-        kind="windowed einsums",
+        kind=kind,
         seconds=sum(by_lines.values()),
         runs=len(pieces),
         line=own_line(lines),

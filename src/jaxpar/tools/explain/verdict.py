@@ -23,6 +23,7 @@ Cause = Literal[
     "nothing to hide behind",
     "copies",
     "windowed einsums",
+    "recomputed by the compiler",
 ]
 
 # The meaning of each cause, for readers.
@@ -41,6 +42,7 @@ CAUSES: dict[Cause, str] = {
     "nothing to hide behind": "the next operation needs it, and there is no other work",
     "copies": "a loop copies its carry in each iteration",
     "windowed einsums": "the partitioner has cut matmuls into pieces with permutes between them",
+    "recomputed by the compiler": "arrays that do not fit into memory are computed again",
 }
 
 

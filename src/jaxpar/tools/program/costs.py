@@ -31,6 +31,8 @@ _OUT_OF_ORDER = {
     *("select-and-scatter", "triangular-solve", "cholesky"),
 }
 _NARROWED = 2.0  # bytes of a number, for FLOPs of a kernel
+_SLOWER = 8  # how many times, without tensor cores
+_OWN_KERNEL = re.compile(r'"KERNEL_STRATEGY_(?:TRITON_)?(?!DEFAULT|INVALID|UNSPECIFIED)(\w+)"')
 _COLLECTIVES = {
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
     *("ragged-all-to-all", "reduce-scatter"),
@@ -73,6 +75,7 @@ class Message:
     ways: int = 2  # on a torus: links of a device in use at a time
     phases: int = 1  # on a torus: dimensions used one after the other
     between_slices: bool = False  # over the network; its numbers are ids of devices
+    kernel: str = ""  # of XLA's own, in place of NCCL's: such as one-shot
 
 
 def work_of(i: Instruction, kernels: Kernels) -> Demand:
@@ -82,6 +85,9 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
     products = [_matmul(x) for x in everything if _is_matmul(x)]
     is_matmul = bool(products)
     matmuls = [matmul for matmul in products if matmul is not None]
+    if i.cycles is None and i.after("kind=") == "kLoop":
+        # A GPU's loop over single numbers, of 32 bits, which is in no table.
+        matmuls = [Matmul(matmul.flops, 4.0 * _SLOWER) for matmul in matmuls]
     if len(matmuls) < len(products):
         matmuls = []  # some known products say nothing of all
     kernel = kernels.get((_shapes(i.operands), _shapes([i])))
@@ -130,19 +136,20 @@ def _matmul(i: Instruction) -> Matmul | None:
     is_aligned = all(
         array.shape[-1] * array.width % 16 == 0 for array in (lhs, rhs, out) if array.shape
     )
-    # Highest precision is computed without tensor cores, which are eight times as fast.
-    width = lhs.width * (8 if "operand_precision={highest" in i.attributes else 1)
+    # Highest precision is computed without tensor cores.
+    width = lhs.width * (_SLOWER if "operand_precision={highest" in i.attributes else 1)
     return Matmul(2.0 * prod(out.shape) * k, width, (b, m, n, k), dtypes, is_aligned)
 
 
 def _product_as_convolution(i: Instruction) -> Matmul | None:
     """Returns a convolution's product, whose places may be batches, heads or lengths.
 
-    Without a precision, 32-bit numbers are multiplied as 16-bit ones. For 8 bits nothing is known.
+    Without a precision, 32-bit numbers are multiplied as 16-bit ones.
     """
     lhs, rhs, out = i.operands[0].arrays[0], i.operands[1].arrays[0], i.arrays[0]
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
-    is_plain = {lhs.width, rhs.width} <= {2.0, 4.0} and "operand_precision" not in i.attributes
+    width = min(max(lhs.width, rhs.width), _NARROWED)
+    is_plain = width and "operand_precision" not in i.attributes
     if labels is None or not is_plain or not prod(out.shape):
         return None
     of_lhs, of_rhs, of_out = (
@@ -163,7 +170,7 @@ def _product_as_convolution(i: Instruction) -> Matmul | None:
             n *= places
         else:
             b *= places
-    return Matmul(2.0 * b * m * n * k, _NARROWED, (b, m, n, k))
+    return Matmul(2.0 * b * m * n * k, width, (b, m, n, k))
 
 
 def _of_window(i: Instruction, key: str, number: int) -> int:
@@ -234,13 +241,20 @@ def message_of(i: Instruction, inner: Instruction) -> Message:
         operand = inner.operands[0]
         rows = operand.arrays[0].shape[0]
         return Message(kind, float(operand.bytes), rows, groups=inner.groups)
-    payload = _payload(i)
+    payload, kernel = _payload(i), _OWN_KERNEL.search(inner.attributes)
     if kind == "collective-permute":
         return Message(kind, payload, pairs=inner.pairs)
     if kind == "all-reduce" and i is not inner and i.bytes < payload:
         kind = "reduce-scatter"  # a TPU's fusion of all-reduce and slice
     ways, phases = max(map(_ways, (i, inner)))
-    return Message(kind, payload, groups=inner.groups, ways=ways or 2, phases=phases)
+    return Message(
+        kind,
+        payload,
+        groups=inner.groups,
+        ways=ways or 2,
+        phases=phases,
+        kernel=kernel[1].lower().replace("_", "-") if kernel else "",
+    )
 
 
 def _ways(i: Instruction) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
     op_name, lines = exposures.origin(i)
     what = primitive_of(op_name) or i.name
     line = next(iter(exposures.sources.chain(lines)), None)
-    return LiveArray(_size(i), text, what, line, phase_of(op_name))
+    return LiveArray(_size(i), text, what, line, phase_of(op_name, i.name))
 
 
 def _size(i: Instruction) -> int:

@@ -212,8 +212,11 @@ def _operation(
         is_synchronous = i.is_synchronous or not is_start
         return Collective(*known, message_of(i, inner), pair, is_start, is_synchronous, is_fused)
     if i.opcode.endswith(("-start", "call-update")) and not work.is_matmul:
-        runs = schedule(i.called[0]) if i.called and i.opcode != "fusion-start" else None
-        return Copy(*idle, _in_hbm(work) if runs is None else _moved(runs), pair, _way(i))
+        is_elsewhere = i.called and i.opcode != "fusion-start"
+        size = _moved(schedule(i.called[0])) if is_elsewhere else _in_hbm(work)
+        if "cross_program_prefetch_index=" in i.attributes:
+            size = 0  # the program's previous run has brought it
+        return Copy(*idle, size, pair, _way(i))
     return Free(*idle) if is_free(i) else Compute(*known)
 
 

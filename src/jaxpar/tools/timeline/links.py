@@ -28,6 +28,7 @@ from jaxpar.tools.timeline.target import measured_of
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
 RACK = 72  # GPUs that one switch joins across hosts
+OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's
 BETWEEN_SLICES = "(DCN)"  # in a row: over the data-centre network between TPU slices
 
 Pairs = tuple[tuple[int, int], ...]
@@ -91,12 +92,14 @@ class Links:
             return Transfer(row, payload, *(measured or (route, False)))
         groups = message.groups or [range(self.devices)]
         size = len(groups[0])
-        row = f"{lane_of_groups(self.mesh, groups)} {kind}"
+        kernel = f" {OWN_KERNEL} {message.kernel})" if message.kernel else ""
+        row = f"{lane_of_groups(self.mesh, groups)}{kernel} {kind}"
         whole = payload * size if kind == "all-gather" else payload
         passes = 2 if kind == "all-reduce" else 1  # as a reduce-scatter and an all-gather
         sent = passes * whole * (size - 1) / size
         if measured := self._measured(kind, groups, size, whole):
-            return Transfer(row, sent, *measured)
+            route, is_measured = measured  # the tables are NCCL's
+            return Transfer(row, sent, route, is_measured and not kernel)
         if kind in ("all-to-all", "ragged-all-to-all"):
             return Transfer(row, sent, self.all_to_all(groups).of(payload))
         added = passes == 2 and message.phases > 1
