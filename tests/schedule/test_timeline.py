@@ -374,6 +374,54 @@ def test_what_another_core_gathers_runs_beside_matmuls():
     assert (played.total, played.exposed) == (10, 6)
 
 
+ROWS = "%f.s = s8[2,10] gather(%f.p, %f.i), slice_sizes={1,10}"
+ADDED = "%f.s = s8[90,10] scatter(%f.p, %f.i, %f.r), to_apply=%add"
+PLACED = "%f.s = s8[90,10] dynamic-update-slice(%f.p, %f.r, %f.i)"
+
+
+@pytest.mark.parametrize("opcode", ["call-update", "call-start", "async-start"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("made", "moved"),
+    [
+        (ROWS, 20 + 2 + 20),
+        (ADDED, 20 + 2 + 2 * 20),  # what is added to is read
+        (PLACED, 20 + 2 + 20),
+        ("%f.s = s8[90,10] sort(%f.p), dimensions={0}, to_apply=%add", 900 + 900),
+    ],
+    ids=["lookup", "scatter", "update", "sort"],
+)
+def test_work_on_another_core_takes_what_it_moves(made, moved, depth, opcode):
+    """Ten bytes a second, of a table of 900 bytes, in fusions and calls of calls."""
+    operands = "(f.p: s8[90,10], f.i: s8[2], f.r: s8[2,10])"
+    result = made.split()[2]
+    names = "  %f.p = s8[90,10] parameter(0)\n  %f.i = s8[2] parameter(1)\n"
+    names += "  %f.r = s8[2,10] parameter(2)\n"
+    fused = f"%c0 {operands} -> {result} {{\n{names}{rooted(f'  {made}')}\n}}\n"
+    for n in range(1, depth + 1):
+        kind = "fusion" if n == 1 else "call-start"
+        called = f"calls=%c{n - 1}" if n == 1 else f"to_apply=%c{n - 1}"
+        inner = f"  %f.c = {result} {kind}(%f.p, %f.i, %f.r), {called}\n"
+        if kind == "call-start":
+            types = f"((s8[90,10], s8[2], s8[2,10]), {result}, u32[])"
+            inner = inner.replace(f"= {result} ", f"= {types} ")
+            inner += f"  %f.d = {result} call-done(%f.c)\n"
+        fused += f"%c{n} {operands} -> {result} {{\n{names}{rooted(inner)}}}\n"
+    given = "  %t = s8[90,10] constant({...})\n  %i = s8[2] constant({...})\n"
+    given += "  %r = s8[2,10] constant({...})\n"
+    types = f"((s8[90,10], s8[2], s8[2,10]), {result}"
+    begin = f"  %b = ((), (), (s32[])) call-start(), {THREAD}, to_apply=%c{depth}\n"
+    begin += f"  %u = {types}) call-update(%b, %t, %i, %r)\n"
+    if opcode != "call-update":
+        called = "to_apply" if opcode == "call-start" else "calls"
+        begin = f"  %u = {types}, u32[]) {opcode}(%t, %i, %r), {called}=%c{depth}\n"
+    end = f"  %d = {result} {opcode.partition('-')[0]}-done(%u)\n"
+    played = play(given + begin + end, fused)
+    (copied,) = [event for event in played.events if event.kind == "copy"]
+    assert copied.seconds == pytest.approx(moved / 10)
+    assert played.total == copied.end
+
+
 KERNEL = (
     '  %k = s8[2,1] custom-call(%q, %r), custom_call_target="tpu_custom_call", '
     'backend_config={"custom_call_config":{"cost_estimate":{"flops":"40","bytes_accessed":"300"}}}\n'
@@ -536,6 +584,40 @@ def test_of_buffers_that_are_updated_only_the_updates_are_written():
     assert play(operands + added, chip=SWITCH).total == pytest.approx((2 * 10 + 2 * 2 * 10) / 10)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("buffer", "moved"),
+    [
+        ("f.z: s8[], ", 90 + 10 + 2 * 10),  # zeros that the fusion makes are written
+        ("f.z: s8[90], ", 10 + 2 * 10),
+    ],
+    ids=["made", "given"],
+)
+def test_what_an_update_inside_of_a_fusion_writes(buffer, moved, depth):
+    """Ten bytes a second; of two updates of one buffer both count."""
+    kind = buffer.split()[1].rstrip(",")
+    names = f"({buffer}f.r: s8[10], f.i: s32[]) -> s8[90] {{\n  %f.z = {kind} parameter(0)\n"
+    names += "  %f.r = s8[10] parameter(1)\n  %f.i = s32[] parameter(2)\n"
+    zeros = "  %f.p = s8[90] broadcast(%f.z), dimensions={}\n" if kind == "s8[]" else ""
+    first = "%f.p" if zeros else "%f.z"
+    updates = f"{zeros}  %f.u = s8[90] dynamic-update-slice({first}, %f.r, %f.i)\n"
+    updates += "  %f.v = s8[90] dynamic-update-slice(%f.u, %f.r, %f.i)\n"
+    fused = f"%c1 {names}{rooted(updates)}}}\n"
+    if depth == 2:
+        fused += f"%c2 {names}  ROOT %f.c = s8[90] fusion(%f.z, %f.r, %f.i), calls=%c1\n}}\n"
+    given = f"  %z = {kind} constant({{...}})\n  %r = s8[10] constant({{...}})\n"
+    given += "  %i = s32[] constant(3)\n"
+    fusion = f"  %c = s8[90] fusion(%z, %r, %i), kind=kLoop, calls=%c{depth}\n"
+    assert play(given + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
+
+
+def test_what_the_run_before_has_brought_takes_no_time():
+    copy = "  %cs = (s8[10]{0:S(1)}, s8[10], u32[]) copy-start(%p)"
+    wait = "  %cd = s8[10]{0:S(1)} copy-done(%cs)\n"
+    assert play(f"{copy}\n{wait}{work('w', 2)}").total == 3
+    assert play(f"{copy}, cross_program_prefetch_index=0\n{wait}{work('w', 2)}").total == 2
+
+
 def passed(cycles, dtype="bf16", places=("", "")):
     """Seconds of a sum of 400 numbers, in memories that HLO numbers."""
     mine, its = (f"{dtype}[400]{{0{place}}}" for place in places)
@@ -601,6 +683,21 @@ def test_a_gpu_multiplies_slowly_what_its_tensor_cores_do_not_take():
     assert product(columns=63) == pytest.approx(UNALIGNED * flops * 63 / 64)
     assert product(dtype="f32") == 2 * flops
     assert product(", operand_precision={highest,highest}", "f32") == 16 * flops
+
+
+def test_a_gpu_multiplies_single_numbers_in_a_loop_without_tensor_cores():
+    fused = (
+        "%one (f.x: bf16[64,64], f.y: bf16[64,64]) -> bf16[64,64] {\n"
+        "  %f.x = bf16[64,64] parameter(0)\n  %f.y = bf16[64,64] parameter(1)\n"
+        "  ROOT %f.z = bf16[64,64] dot(%f.x, %f.y), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}\n}\n"
+    )
+    operands = "  %x = bf16[64,64] constant({...})\n  %y = bf16[64,64] constant({...})\n"
+    fast = replace(SWITCH, hbm=1e9)
+    for kind, flops in (("kCustom", 2.0), ("kLoop", 2.0 / 16)):
+        fusion = f"  %z = bf16[64,64] fusion(%x, %y), kind={kind}, calls=%one\n"
+        played = play(operands + fusion, fused, chip=fast)
+        assert played.total == pytest.approx(2 * 64**3 / flops)
 
 
 def test_a_kernel_of_a_gpu_takes_a_while():

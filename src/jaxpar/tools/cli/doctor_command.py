@@ -285,7 +285,10 @@ def starts_that_wait(packages: Mapping[str, str | None], kind: str) -> Iterator[
     if what in known.frees:
         return
     start = f"jax.lax.psum_scatter_start on {kind}"
-    told = "jaxpar explain finds the starts that a step waits for"
+    told = (
+        "it has no derivative, and an enforced program_order binds the gradient, too; jaxpar "
+        "explain finds the starts that a step waits for"
+    )
     if option := next((o.name for o in known.options if o.frees == what), None):
         yield (
             f"{start} overlaps only if {option} is set. Without it, program_order aborts the "

@@ -127,7 +127,8 @@ class Rules(SentInVain):
             why = "the program starts it itself, and computes almost nothing before its done"
             remedy = (
                 "put independent work between the start and the done: "
-                "jax.experimental.overlap.program_order keeps the order of your source"
+                "jax.experimental.overlap.program_order keeps the order of your source, and if it "
+                "is enforced, that of the gradient, too (psum_scatter_start has none)"
             )
         return Verdict(
             "start alone",

@@ -165,7 +165,7 @@ def compile_for(
         fn, args = replayed(fn, stage, args, donated)
         with jax.set_mesh(target.mesh), compiled_with(options):
             stage = fn.trace(*args)
-    with jax.set_mesh(target.mesh), compiled_with(options), _other_devices_refused():
+    with jax.set_mesh(target.mesh), compiled_with(options), _other_devices_refused(stage):
         lowered = stage.lower()
         folder = None if cache is None else local_path("cache", cache, writes=True)
         key = "" if folder is None else key_of(lowered, target, options)
@@ -189,9 +189,16 @@ def compile_for(
 
 
 @contextmanager
-def _other_devices_refused() -> Generator[None]:
+def _other_devices_refused(stage: Any = None) -> Generator[None]:
     try:
         yield
+    except jax.errors.JaxRuntimeError as reason:
+        if "to StableHLO" not in str(reason) or "scaled_dot[" not in str(stage.jaxpr):
+            raise
+        raise value_error(
+            "this compiler has no jax.lax.scaled_dot, which ends in its INTERNAL error; use "
+            "jax.nn.scaled_matmul, or multiply by the scales and use jnp.matmul"
+        ) from reason
     except ValueError as reason:
         # JAX has no class for this error, so its text tells it from others.
         if "incompatible devices" not in str(reason):
