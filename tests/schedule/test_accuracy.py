@@ -107,6 +107,15 @@ def test_the_bands_of_a_step_are_those_of_what_takes_its_time():
     assert bands_of(played, v6e)[0].rows
 
 
+def test_sums_in_kernels_of_xlas_own_have_no_measurement():
+    row = "tp (XLA's two-shot) all-reduce"
+    summed = Event("s", "", "transfer", row, 0.0, 60e-6)
+    waited = Event("s", "", "wait", "compute", 0.0, 60e-6)
+    played = step(summed, waited, estimate="XLA's measured tables and rooflines")
+    (band,) = bands_of(played, target("h100:8"))
+    assert str(band).endswith("large sums in kernels of XLA's own: no measurement")
+
+
 def test_kinds_of_work_without_a_measurement_share_a_line():
     gathers = str(Band("TPU v4", "gather", True))
     memory = str(Band("TPU v4", "memory", False))

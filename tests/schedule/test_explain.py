@@ -24,7 +24,9 @@ from jaxpar.arguments.units import us
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule import (
     Chip,
+    CompiledProgram,
     Event,
+    Memory,
     compile_for,
     explain,
     read_trace,
@@ -231,7 +233,10 @@ def test_an_edit_of_two_arguments_counts_once():
 
 def test_each_cause_has_a_mistake_but_the_last_one_and_what_only_new_jax_has():
     causes = {seeded[2] for seeded in SEEDED.values()}
-    assert set(CAUSES) - causes == {"nothing to hide behind", "start alone", "windowed einsums"}
+    assert set(CAUSES) - causes == {
+        *("nothing to hide behind", "start alone", "windowed einsums"),
+        "recomputed by the compiler",
+    }
 
 
 def started(program, name="all_gather"):
@@ -699,9 +704,10 @@ def test_what_is_in_vmem_is_not_bound_by_memory():
         matmuls = (Matmul(flops, width),) if is_matmul else ()
         work = Demand(None, matmuls, 32 * 2**20, in_vmem, is_matmul=is_matmul)
         home = (None, SimpleNamespace(work=work))
-        i = SimpleNamespace(name="dot", arrays=(), inside=(), opcode="fusion")
+        i = SimpleNamespace(name="dot", results=(), inside=(), opcode="fusion")
         exposures = SimpleNamespace(
             homes={"dot": home},
+            recomputed=frozenset(),
             chip=chip,
             events=[Event("dot", "", "compute", "compute", 0.0, 1e-5, is_matmul=True)],
             instruction=lambda name: i,
@@ -717,3 +723,47 @@ def test_what_is_in_vmem_is_not_bound_by_memory():
     assert kinds(in_vmem=0, flops=15e9, width=4.0) == []
     assert kinds(in_vmem=0, is_matmul=False) == ["passes over memory"]
     assert kinds(in_vmem=32 * 2**20, is_matmul=False) == []
+
+
+AGAIN = """
+%product (x: bf16[2048,1024], y: bf16[1024,1024]) -> bf16[2048,1024] {
+  %x = bf16[2048,1024]{1,0} parameter(0)
+  %y = bf16[1024,1024]{1,0} parameter(1)
+  ROOT %dot = bf16[2048,1024]{1,0} convolution(%x, %y), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[2048,1024], w: bf16[1024,1024]) -> (bf16[2048,1024], bf16[2048,1024]) {
+  %param = bf16[2048,1024]{1,0} parameter(0)
+  %param.1 = bf16[1024,1024]{1,0} parameter(1)
+  FUSION(%fusion.1, %param, jit(f)/jvp()/dot_general)
+  FUSION(%fusion.2, %fusion.1, jit(f)/jvp()/dot_general)
+  FUSION(%fusion.3.remat, %fusion.2, jit(f)/transpose(jvp())/dot_general)
+  FUSION(%fusion.1.remat, %param, jit(f)/jvp()/dot_general)
+  FUSION(%fusion.1.remat2, %fusion.1.remat, jit(f)/jvp()/dot_general)
+  ROOT %tuple = (bf16[2048,1024], bf16[2048,1024]) tuple(%fusion.3.remat, %fusion.1.remat2)
+}
+"""
+
+
+def test_what_the_compiler_computes_again_for_want_of_room():
+    """As libtpu names it; what it only moved, under such a name too, is computed once."""
+    written = re.sub(
+        r"FUSION\((.*), (.*), (.*)\)",
+        r"\1 = bf16[2048,1024]{1,0} fusion(\2, %param.1), kind=kOutput, calls=%product, "
+        r'metadata={op_name="\3"}, backend_config={"estimated_cycles":"90000"}',
+        AGAIN,
+    )
+    text = f"HloModule test, is_scheduled=true, num_partitions=4\n{written}"
+    v5e, memory = target("v5e:2x2"), Memory(0, 0, 0, 0, peak=16 * 2**30 - 2**20)
+    found = explain(CompiledProgram(v5e, text, memory, 0.0, None), tries=0)
+    (finding,) = found.findings
+    assert finding.cause == "recomputed by the compiler"
+    once = found.timeline.total / 5
+    assert finding.of.seconds == pytest.approx(2 * once)
+    assert "2 instructions, most of bf16[2048,1024], compute 8 MiB again" in finding.why
+    assert "the peak is 16 GiB of 16 GiB, and with all of them 7 MiB would be short" in finding.why
+    assert "jax.checkpoint" in finding.edit
+    assert "recomputed by the compiler" in found.text()
+    seen = Exposures(found.program, found.timeline)
+    phases = [seen.phase(f"fusion.{n}", "jit(f)/jvp()") for n in ("1", "1.remat", "3.remat")]
+    assert phases == ["forward", "recomputation", "forward"]

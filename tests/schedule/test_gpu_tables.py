@@ -195,6 +195,10 @@ def test_collectives_behind_one_switch_take_what_was_measured(plugin, monkeypatc
     over_both = Links(two.mesh, two.chip).transfer(gather, 1.0)
     assert over_both.route.hops > 0  # the network is in no table
     assert links.transfer(Message("all-reduce", 256.0), 1.0).route.hops > 0
+    assert sent.is_measured
+    by_xla = links.transfer(replace(gather, kernel="one-shot"), 1.0)  # the table is NCCL's
+    assert (by_xla.row, by_xla.is_measured) == ("tp (XLA's one-shot) all-gather", False)
+    assert by_xla.route.seconds.tolist() == sent.route.seconds.tolist()
 
 
 @pytest.mark.parametrize(

@@ -483,16 +483,26 @@ def test_a_gpus_transfers_take_turns_whichever_way_they_go():
     assert (played.total, played.estimate) == (20, "roofline")
 
 
-def test_a_gpus_small_sums_are_fusions_that_are_started():
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("TRITON_ONE_SHOT", " (XLA's one-shot)"),
+        ("TRITON_TWO_SHOT", " (XLA's two-shot)"),
+        ("DEFAULT", ""),
+    ],
+)
+def test_a_gpus_small_sums_are_fusions_that_are_started(strategy, said):
+    """In kernels of XLA's own, or in NCCL's."""
     fused = (
         "%small (f.p: s8[10]) -> s8[10] {\n  %f.p = s8[10] parameter(0)\n"
-        "  ROOT %f.r = s8[10] all-reduce(%f.p), replica_groups={{0,1,2,3}}, to_apply=%add\n}\n"
+        "  ROOT %f.r = s8[10] all-reduce(%f.p), replica_groups={{0,1,2,3}}, to_apply=%add, "
+        f'backend_config={{"kernel_strategy":"KERNEL_STRATEGY_{strategy}"}}\n}}\n'
     )
     begin = "  %s = ((s8[10]), s8[10]) fusion-start(%p), kind=kCustom, calls=%small\n"
     end = "  %d = s8[10] fusion-done(%s)\n"
     played = play(begin + work("w", 1) + end, fused, chip=SWITCH)
     (transfer,) = played.transfers
-    assert (transfer.row, transfer.bytes) == ("tp all-reduce", 15)
+    assert (transfer.row, transfer.bytes) == (f"tp{said} all-reduce", 15)
     assert (transfer.synchronous, transfer.covers) == (False, ("w",))
     assert played.total == transfer.end == 15
 

@@ -16,7 +16,6 @@ from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.explain.verdict import Verdict
 from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
 from jaxpar.tools.private_names import size_text as size
-from jaxpar.tools.program.sources import is_recomputed
 from jaxpar.tools.timeline.links import BETWEEN_SLICES
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # jaxpar has forms of these
@@ -237,7 +236,7 @@ class Rules(SentInVain):
         )
 
     def _recomputed(self, o: Overhead) -> Verdict:
-        names = [name for name in self.exposures.seconds if is_recomputed(name)]
+        names = self.exposures.recomputed.intersection(self.exposures.seconds)
         arrays = [array for name in names for array in self.exposures.instruction(name).results]
         count = sum(array.bytes for array in arrays)
         largest = max(map(str, arrays), key=Counter(map(str, arrays)).__getitem__, default="")

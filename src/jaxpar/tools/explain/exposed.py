@@ -18,7 +18,6 @@ from jaxpar.tools.program.sources import (
     Line,
     chain_text,
     own_line,
-    phase_of,
     scopes_of,
     shown,
 )
@@ -188,7 +187,7 @@ class Exposures(Origins):
         op_name, lines = self.origin_of(name)
         axes = tuple(part.split()[0] for part in self._over(name).split(",") if part)
         chain = self.sources.chain(lines)
-        return self._kind(name), axes, chain, scopes_of(op_name), phase_of(op_name, name)
+        return self._kind(name), axes, chain, scopes_of(op_name), self.phase(name, op_name)
 
     def origin_of(self, name: str) -> tuple[str, tuple[Line, ...]]:
         """Returns the operation and the lines of a collective.
@@ -245,7 +244,7 @@ class Exposures(Origins):
             chain=shown(self.sources.chain(lines)),
             places=self._places(sorted(names, key=waited.__getitem__, reverse=True)),
             scopes=scopes_of(op_name),
-            phase=phase_of(op_name, name),
+            phase=self.phase(name, op_name),
             inserted=inserted,
             moved=self._moved(name, inserted),
             before="" if longest is None else self._neighbour(longest, -1),

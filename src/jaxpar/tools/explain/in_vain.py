@@ -10,7 +10,6 @@ from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.verdict import Verdict
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
-from jaxpar.tools.program.sources import is_recomputed
 from jaxpar.tools.program.values import Value
 
 _FEW = 1024  # bytes; less is the sum of a loss or the like, which has no sharding
@@ -79,7 +78,7 @@ class SentInVain:
             )
         if not self._has_room(kept := self._kept(e)):
             return None
-        if e.phase == "recomputation" and not is_recomputed(e.name):
+        if e.phase == "recomputation" and e.name not in self.exposures.recomputed:
             return Verdict(
                 "sent twice",
                 "the forward pass sends it, and jax.checkpoint sends it again; saving it for the "

@@ -10,14 +10,7 @@ from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.windowed import WindowedEinsums
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
-from jaxpar.tools.program.sources import (
-    Line,
-    is_recomputed,
-    own_line,
-    phase_of,
-    scopes_of,
-    shown,
-)
+from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
 
 Overheads = Literal[
     "copies",
@@ -85,10 +78,12 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
         if (op_name, lines) in cut.origins:
             whole["windowed einsums"].append((event.name, event.seconds))
             continue
-        if is_recomputed(event.name):
+        if event.name in exposures.recomputed:
             whole["recomputed by the compiler"].append((event.name, event.seconds))
             continue
-        kind = "copies" if waits_for_copy else _kind(exposures, i, op_name)
+        kind = _kind(exposures, i, op_name)
+        if waits_for_copy:  # or for what another core computes
+            kind = "passes over memory" if i.called else "copies"
         if kind is not None:
             loop = exposures.loop_around(event.name)
             if loop is not None and kind == "copies":  # they copy the loop's carry
@@ -101,7 +96,7 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
         total = sum(seconds for _, seconds in events)
-        what = f"{name}, {', '.join(map(str, i.arrays[:1]))}"
+        what = f"{name}, {', '.join(map(str, i.results[:1]))}"
         found.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
     return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
 
@@ -121,7 +116,7 @@ def _as_one(exposures: Exposures, kind: Overheads, pieces: list[tuple[str, float
         chain=shown(exposures.sources.chain(lines)),
         scopes=scopes_of(exposures.origin(i)[0]),
         in_loop=exposures.loop_around(name) is not None,
-        what=f"{name}, {', '.join(map(str, i.arrays[:1]))}",
+        what=f"{name}, {', '.join(map(str, i.results[:1]))}",
     )
 
 

@@ -78,7 +78,9 @@ class Instruction:
         if not self.opcode.endswith(("-start", "call-update")) or self.opcode == "all-reduce-start":
             return self.arrays
         # Operands, results and contexts; or of a copy the result first.
-        count = sum(len(operand.arrays) for operand in self.operands if operand.opcode != "call-start")
+        count = sum(
+            len(operand.arrays) for operand in self.operands if operand.opcode != "call-start"
+        )
         made = self.arrays[:count] if self.opcode == "copy-start" else self.arrays[count:]
         return tuple(array for array in made if array.shape)
 

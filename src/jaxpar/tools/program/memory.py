@@ -9,7 +9,7 @@ from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.costs import collective_in
 from jaxpar.tools.program.hlo import Computation, Instruction
-from jaxpar.tools.program.sources import Line, phase_of, primitive_of
+from jaxpar.tools.program.sources import Line, primitive_of
 
 # Results that share their operands' memory.
 _SAME = {
@@ -62,7 +62,7 @@ def _held(exposures: Exposures, i: Instruction) -> LiveArray:
     op_name, lines = exposures.origin(i)
     what = primitive_of(op_name) or i.name
     line = next(iter(exposures.sources.chain(lines)), None)
-    return LiveArray(_size(i), text, what, line, phase_of(op_name, i.name))
+    return LiveArray(_size(i), text, what, line, exposures.phase(i.name, op_name))
 
 
 def _size(i: Instruction) -> int:

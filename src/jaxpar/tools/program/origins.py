@@ -16,6 +16,7 @@ from jaxpar.tools.program.sources import (
     chain_text,
     line_of,
     own_line,
+    phase_of,
     primitive_of,
 )
 from jaxpar.tools.program.values import Value, Values, reached
@@ -83,6 +84,20 @@ class Origins:
                 seen.update(following)
                 level = list(following)
         return i.op_name, ()
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Returns the instructions that the compiler, not the program, computes again."""
+        found, seen = set[str](), set[str]()
+        for name in self.values.instructions:
+            original, again, _ = name.partition(".remat")
+            if again and original in seen:  # else it is only computed later
+                found.add(name)
+            seen.add(original)
+        return frozenset(found)
+
+    def phase(self, name: str, op_name: str) -> str:
+        return "recomputation" if name in self.recomputed else phase_of(op_name)
 
     @cached_property
     def _used_by(self) -> dict[Instruction, list[Instruction]]:

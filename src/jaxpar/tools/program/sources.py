@@ -15,7 +15,6 @@ from jax.extend import core
 
 from jaxpar.tools.program.hlo import Instruction, integers
 
-_AGAIN = re.compile(r"\.remat\d*(?:\.|$)")  # in names of what a compiler recomputes
 _TABLE = re.compile(r"^(\w+)$")
 _ROW = re.compile(r"^(\d+) (.*)$")
 # JAX's wrappers around names of scopes, and its own names of called functions.
@@ -235,12 +234,7 @@ def primitive_of(op_name: str) -> str:
     return _parts(op_name)[-1]
 
 
-def is_recomputed(name: str) -> bool:
-    """Returns whether the compiler, not the program, computes an instruction again."""
-    return _AGAIN.search(name) is not None
-
-
-def phase_of(op_name: str, name: str = "") -> str:
-    if "rematted_computation" in op_name or is_recomputed(name):
+def phase_of(op_name: str) -> str:
+    if "rematted_computation" in op_name:
         return "recomputation"
     return "backward" if "transpose(" in op_name else "forward"
