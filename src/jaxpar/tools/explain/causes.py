@@ -244,8 +244,8 @@ class Rules(SentInVain):
         short = peak + count - there
         return Verdict(
             "recomputed by the compiler",
-            f"{len(names)} instructions, most of {largest}, compute {size(count)} again that had no "
-            f"room: the peak is {size(peak)} of {size(there)}"
+            f"{len(names)} instructions, most of {largest}, compute {size(count)} again that had "
+            f"no room: the peak is {size(peak)} of {size(there)}"
             + (f", and with all of them {size(short)} would be short" if short > 0 else ""),
             "choose yourself what is not kept: jax.checkpoint around a layer, with a policy of "
             "jax.checkpoint_policies; or use a smaller batch, or shard the arrays at the peak",
