@@ -360,3 +360,33 @@ def test_a_constant_that_an_outer_trace_knows_alone():
         return x
 
     jax.jit(outer).trace(Q)
+
+
+def looked_up(places, row, out):
+    out[...] = row[...]
+
+
+@pytest.mark.parametrize("rows", [8, 1024])
+def test_a_kernel_moves_the_blocks_that_its_grid_visits(rows):
+    """A lookup of eight rows, by their places."""
+    specs = [pl.BlockSpec((1, 1, 128), lambda i, places: (places[i], 0, 0))]
+    lookup = pl.pallas_call(
+        looked_up,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(8,),
+            in_specs=specs,
+            out_specs=pl.BlockSpec((1, 1, 128), lambda i, places: (i, 0, 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((8, 1, 128), jnp.float32),
+    )
+    places = jax.ShapeDtypeStruct((8,), jnp.int32)
+    table = jax.ShapeDtypeStruct((rows, 1, 128), jnp.float32)
+    kernel, _ = counted(lookup, places, table)
+    assert kernel.moved == 4 * (8 + 2 * 8 * 128)
+    chips = target("v6e:2x2")
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=P()) for x in (places, table)]
+    mapped = jax.shard_map(lookup, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    program = compile_for(mapped, chips, *args)
+    (call,) = (x for x in program.module.entry.operations if x.work.moved > 8000)
+    assert call.work.moved == pytest.approx(kernel.moved, abs=1)

@@ -99,6 +99,8 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
         products = (_kernel(i, flops),)
         return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
     moved = moved_by(i)
+    if kernel and kernel.moved < moved[0]:  # it visits a part of its arrays
+        moved = tuple(int(part * kernel.moved / moved[0]) for part in moved)
     if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
         products = (Matmul(kernel.flops, _NARROWED),) if kernel and kernel.flops else ()
         is_matmul, is_unknown = bool(products), kernel is None or kernel.is_least

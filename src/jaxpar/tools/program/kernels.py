@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ class Kernel:
     flops: float = 0.0  # of its matmuls, 8-bit ones count half
     numbers: float = 0.0  # single results of vector operations
     is_least: bool = False  # loops or a grid of unknown length count once
+    moved: float = inf  # the most bytes of the blocks that its grid can visit
 
     def __add__(self, other: Kernel) -> Kernel:
         flops, numbers = self.flops + other.flops, self.numbers + other.numbers
@@ -107,7 +108,13 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
     own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
     at = np.unravel_index(np.arange(steps), grid or (1,))
     places: Places = {number: at[dim] for number, dim in enumerate(own_dims)}
-    return _computed(inner, found, np.ones(steps, bool), places)[0]
+    computed, _ = _computed(inner, found, np.ones(steps, bool), places)
+    refs = inner.invars[mapping.num_index_operands :]
+    arrays = (*eqn.invars[first + mapping.num_index_operands :], *eqn.outvars)
+    blocks = zip(refs, arrays, strict=False)  # without scratch memory
+    most = (_width(x) * min(_size(x), steps * _size(ref)) for ref, x in blocks)
+    listed = sum(_width(x) * _size(x) for x in operands)
+    return replace(computed, moved=float(listed + sum(most)))
 
 
 def _computed(
@@ -190,6 +197,10 @@ def dot_flops(eqn: core.JaxprEqn) -> float:
     width = max(_aval(atom).dtype.itemsize for atom in (lhs, rhs))
     # Narrow operands are faster. Wide ones count as if they were not slower.
     return min(1.0, width / 2) * 2.0 * prod(_aval(out).shape) * prod(sizes)
+
+
+def _width(atom: Atom) -> int:
+    return getattr(getattr(_aval(atom), "dtype", None), "itemsize", 0)
 
 
 def _size(atom: Atom) -> int:
