@@ -214,8 +214,6 @@ def _operation(
     if i.opcode.endswith(("-start", "call-update")) and not work.is_matmul:
         is_elsewhere = i.called and i.opcode != "fusion-start"
         size = _moved(schedule(i.called[0])) if is_elsewhere else _in_hbm(work)
-        if "cross_program_prefetch_index=" in i.attributes:
-            size = 0  # the program's previous run has brought it
         return Copy(*idle, size, pair, _way(i))
     return Free(*idle) if is_free(i) else Compute(*known)
 
