@@ -17,7 +17,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m venv "$folder/env"
 "$folder/env/bin/pip" install -qq --no-compile --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5 safetensors==0.8.0
-export JAX_PLATFORMS=cpu
+export TMPDIR="$folder" JAX_PLATFORMS=cpu
 "$folder/env/bin/python" - 2>"$folder/log" <<'END' || { tail -n 1 "$folder/log" && exit 1; }
 import os
 import tempfile
