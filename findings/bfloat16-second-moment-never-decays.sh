@@ -15,9 +15,9 @@ PYTHON=${PYTHON:-python3.13}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m venv "$folder/env"
-"$folder/env/bin/pip" install -qq --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5 optax==0.2.8
+"$folder/env/bin/pip" install -qq --no-compile --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5 optax==0.2.8
 export JAX_PLATFORMS=cpu
-"$folder/env/bin/python" - <<'END'
+"$folder/env/bin/python" - 2>"$folder/log" <<'END' || { tail -n 1 "$folder/log" && exit 1; }
 import jax
 import jax.numpy as jnp
 import optax
