@@ -17,9 +17,9 @@ PYTHON=${PYTHON:-python3.13}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m venv "$folder/env"
-"$folder/env/bin/pip" install -qq --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5
+"$folder/env/bin/pip" install -qq --no-compile --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5
 export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
-"$folder/env/bin/python" - <<'END'
+"$folder/env/bin/python" - 2>"$folder/log" <<'END' || { tail -n 1 "$folder/log" && exit 1; }
 import jax
 import jax.numpy as jnp
 import ml_dtypes
