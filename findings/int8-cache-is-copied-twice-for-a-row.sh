@@ -20,7 +20,7 @@ trap 'rm -rf "$folder"' EXIT
 "$PYTHON" -m venv "$folder/env"
 "$folder/env/bin/pip" install -qq --no-compile --disable-pip-version-check jax==0.12.0.1 jaxlib==0.12.0.1 ml_dtypes==0.6.0 numpy==2.5.5 libtpu==0.0.50.1
 export JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1
-"$folder/env/bin/python" - <<'END'
+"$folder/env/bin/python" - 2>"$folder/log" <<'END' || { tail -n 1 "$folder/log" && exit 1; }
 import re
 
 import jax
