@@ -129,6 +129,11 @@ def type_error(text: str) -> TypeError:
     return TypeError(f"{called()}: {text}")
 
 
+def check_among(argument: str, value: Any, known: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise value_error(f"{argument} must be one of {', '.join(known)}, got {value!r}")
+
+
 def of_user(function: Any, argument: str) -> Callable[..., Any]:
     """Returns a user's function; errors inside name what it calls."""
     if not callable(function):

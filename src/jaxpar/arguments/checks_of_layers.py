@@ -1,6 +1,5 @@
 """Checks of layers' and experts' arguments: numbers, tokens, sequences."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,11 +31,6 @@ def check_number(
     if finite and given == float("inf"):
         raise value_error(f"{argument}={given} must be finite; {finite}")
     return float(given)
-
-
-def check_among(argument: str, given: Any, known: Sequence[str]) -> None:
-    if not isinstance(given, str) or given not in known:
-        raise value_error(f"{argument} must be one of {', '.join(known)}, got {given!r}")
 
 
 def check_softcap(given: Any, otherwise: str) -> float | None:

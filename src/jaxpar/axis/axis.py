@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
-from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.arguments.calls import check_among, naming, readable, type_error, value_error
 from jaxpar.arguments.dtypes import (
     LowBit,
     WireLike,
@@ -111,9 +111,9 @@ class Axis:
                         object.__setattr__(self, option, getattr(inner, option))
             names = getattr(self.names, "names", self.names)
             object.__setattr__(self, "names", axis_names(names))
-            check_mode(self.mode)
+            check_among("mode", self.mode, MODES)
             if self.backward is not None:
-                check_mode(self.backward, "backward")
+                check_among("backward", self.backward, MODES)
             object.__setattr__(self, "wire_dtype", as_wire("wire_dtype", self.wire_dtype))
             keep: Any = self.keep_gathered
             if not (keep is None or isinstance(keep, bool)):
@@ -259,7 +259,7 @@ def bind(
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
     _check_options(given, refuses, argument)
     if mode is not None:
-        check_mode(mode)
+        check_among("mode", mode, MODES)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
     wire = given.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
     how = given.names, mode, wire, backward, given.keep_gathered, given.gather_dtype
@@ -324,8 +324,3 @@ def ring_positions(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> Int[np.
     sizes = [mesh.shape[name] for name in in_mesh_order]
     positions = np.arange(prod(sizes)).reshape(sizes)
     return positions.transpose([in_mesh_order.index(name) for name in names]).reshape(-1)
-
-
-def check_mode(mode: Any, argument: str = "mode") -> None:
-    if not isinstance(mode, str) or mode not in MODES:
-        raise value_error(f"{argument} must be one of {', '.join(MODES)}, got {mode!r}")

@@ -83,9 +83,8 @@ class Quantized:
         from jaxpar.axis.scale_blocks import with_equal_blocks
 
         with naming(called("Quantized.dequantized")):
-            return read_as(
-                with_equal_blocks("scales", self), self.dtype if dtype is None else dtype
-            )
+            whole = with_equal_blocks("scales", self)
+        return read_as(whole, self.dtype if dtype is None else dtype)
 
 
 def spread(scales: Array, shape: tuple[int, ...]) -> Array:

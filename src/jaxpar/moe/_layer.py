@@ -13,9 +13,8 @@ from jax import Array, lax
 from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
-from jaxpar.arguments.calls import public
+from jaxpar.arguments.calls import check_among, public
 from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.checks_of_layers import check_among
 from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.types import (
     Dispatch,

@@ -13,9 +13,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Num
 from jaxtyping import Integer as Integers
 
-from jaxpar.arguments.calls import public, readable, type_error, value_error
+from jaxpar.arguments.calls import check_among, public, readable, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_whole
-from jaxpar.arguments.checks_of_layers import as_integers, check_among, check_number
+from jaxpar.arguments.checks_of_layers import as_integers, check_number
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values

@@ -12,9 +12,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from jaxpar.arguments.calls import public, type_error, value_error
+from jaxpar.arguments.calls import check_among, public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_whole
-from jaxpar.arguments.checks_of_layers import check_among, check_number, check_replicated
+from jaxpar.arguments.checks_of_layers import check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
