@@ -98,17 +98,17 @@ def work_of(i: Instruction, kernels: Kernels) -> Demand:
         moved = int(i.number("bytes_accessed") or 0)
         products = (_kernel(i, flops),)
         return Demand(i.cycles, products, moved, is_matmul=is_matmul, on_vectors=on_vectors)
-    moved = moved_by(i)
-    if kernel and kernel.moved < moved[0]:  # it visits a part of its arrays
-        moved = tuple(int(part * kernel.moved / moved[0]) for part in moved)
+    moved, in_vmem, numbers = moved_by(i)
+    if kernel and kernel.moved < moved:  # it visits a part of its arrays
+        share = kernel.moved / moved
+        moved, in_vmem, numbers = (int(share * part) for part in (moved, in_vmem, numbers))
     if i.opcode == "custom-call" and i.target not in _GEMMS and i.cycles is None:
         products = (Matmul(kernel.flops, _NARROWED),) if kernel and kernel.flops else ()
         is_matmul, is_unknown = bool(products), kernel is None or kernel.is_least
-        return Demand(
-            None, products, *moved, is_matmul, is_unknown=is_unknown, on_vectors=on_vectors
-        )
+        sizes = None, products, moved, in_vmem, numbers, is_matmul
+        return Demand(*sizes, is_unknown=is_unknown, on_vectors=on_vectors)
     is_streamed = not any(x.opcode in _OUT_OF_ORDER for x in everything)
-    return Demand(i.cycles, tuple(matmuls), *moved, is_matmul, is_streamed)
+    return Demand(i.cycles, tuple(matmuls), moved, in_vmem, numbers, is_matmul, is_streamed)
 
 
 def is_free(i: Instruction) -> bool:
