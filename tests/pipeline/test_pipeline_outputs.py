@@ -149,7 +149,7 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
 
     # The bias of each layer, of all microbatches.
     counts = of_stages["counts"][:, back].sum(0)
-    bias = jax.vmap(partial(update_router_bias, rate=0.1))(layers["bias"], counts)
+    bias = update_router_bias(layers["bias"], counts, rate=0.1)
     total = counts.sum(-1, keepdims=True)
     moved = layers["bias"] + 0.1 * np.sign(total - EXPERTS * counts)
     np.testing.assert_allclose(bias, moved, rtol=1e-12)
