@@ -521,8 +521,8 @@ FAMILIES = {
         model.layers.0.self_attn.q_proj.g_idx 4096 - int32
         model.layers.0.self_attn.q_proj.bias 4096 0
         model.layers.0.self_attn.o_proj.qweight 512,4096 0 int32
-        model.layers.0.self_attn.o_proj.qzeros 32,512 0 int32
-        model.layers.0.self_attn.o_proj.scales 32,4096 0
+        model.layers.0.self_attn.o_proj.qzeros 32,512 - int32
+        model.layers.0.self_attn.o_proj.scales 32,4096 -
         model.layers.0.self_attn.o_proj.g_idx 4096 0 int32
         model.layers.0.self_attn.o_proj.bias 4096 -
         model.layers.0.mlp.down_proj.qweight 1376,4096 0 int32
@@ -537,6 +537,25 @@ FAMILIES = {
         model.layers.0.self_attn.o_proj.qzeros 1,512 - int32
         model.layers.0.self_attn.o_proj.scales 1,4096 -
         model.layers.0.input_layernorm.weight 4096 -""",
+    "qwix": """
+        up_proj/kernel/array/qvalue 64,256 1 int8
+        up_proj/kernel/array/scale 1,256 1
+        up_proj/kernel/array/zero_point 1,256 1
+        down_proj/kernel/array/qvalue 256,64 0 int8
+        down_proj/kernel/array/scale 8,64 0
+        query/w/qvalue 64,8,32 1 int8
+        query/w/scale 1,8,1 1""",
+    "AQT, in modules of its own": """
+        up_proj/AqtDotGeneral_0/qrhs/frozen/qvalue 64,256 x int8
+        up_proj/AqtDotGeneral_0/qrhs/frozen/scale/0 1,256 x""",
+    "compressed tensors in the order of activations": """
+        up_proj.weight_packed 512,16 0 int32
+        up_proj.weight_scale 512,4 0
+        up_proj.weight_g_idx 128 - int32
+        down_proj.weight_packed 128,64 1 int32
+        down_proj.weight_scale 128,3 -
+        down_proj.weight_g_idx 512 0 int32
+        down_proj.weight_shape 2 -""",
     "NVFP4 of ModelOpt": """
         model.layers.0.self_attn.q_proj.weight 4096,2048 0 uint8
         model.layers.0.self_attn.q_proj.weight_scale 4096,256 0 float8_e4m3fn

@@ -73,6 +73,12 @@ def blocks(p):
     return p["weight"] * spread(p["weight_scale_inv"], p["weight"].shape)
 
 
+def gptq_by_index(p):  # g_idx numbers the groups of the whole weight
+    order = p["g_idx"] % 4
+    w = nibbles(p["qweight"], 0, 8)
+    return ((w - nibbles(p["qzeros"], 1, 8)[order]) * p["scales"][order]).T
+
+
 def by_channel(p):
     return p["weight"] * p["SCB"][:, None]
 
@@ -85,6 +91,10 @@ WORDS, BYTES, F = "int32", "uint8", "float32"
 FORMATS = {  # its parts' shapes and dtypes, for weights of `OUT` outputs and `IN` inputs
     gptq: lambda o, i: {
         "qweight": (i // 8, o, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F)
+    },
+    gptq_by_index: lambda o, i: {
+        "qweight": (i // 8, o, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F),
+        "g_idx": (i, WORDS),
     },
     awq: lambda o, i: {
         "qweight": (i, o // 8, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F)
@@ -215,6 +225,7 @@ def test_words_of_three_bits():
         ({"weight": (8192, 1), "weight.absmax": (256,)}, "is a flat list of packed numbers"),
         ({"weight": (32, 128), "weight_scale": (1,)}, "may be packed, and no scales beside it"),
         ({"B": (8, 256), "s": (1, 128)}, "may be packed, and no scales beside it show how"),
+        ({"qweight": (512, 64), "smooth": (512,)}, "may be packed, and no scales beside it show"),
         ({"trellis": (8, 8, 64)}, "has a name without a known role"),
         ({"weight._new": (4, 64, 64)}, "has a name without a known role"),
     ],

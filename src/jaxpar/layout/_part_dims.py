@@ -41,7 +41,8 @@ class PartDims:
         array, parts = weight.array, self._weights.parts_of[weight.array.path]
         shapes = [(array, array.shape[weight.first :])]
         # Layouts repeat the scales of a `Quantized` where devices share a block.
-        shapes += [(p.array, p.shape) for p in parts if getattr(p.array, "values", None) is None]
+        counted = self._counts_groups(weight)
+        shapes += [(p.array, p.shape) for p in parts if not (p.array.values or counted)]
         for array, shape in shapes:
             if len(shape) >= len(weight.shape):
                 wrong = cut(weight.shape, shape, dim, self._devices)
@@ -68,7 +69,12 @@ class PartDims:
             return None
         if len(part.shape) < len(weight.shape):
             return self._unclear(part, "has fewer dimensions than")
-        return None if part.shape[dim] == 1 else dim
+        return None if part.shape[dim] == 1 or self._counts_groups(weight) else dim
+
+    def _counts_groups(self, weight: Weight) -> bool:
+        """Returns whether sharded inputs have numbers of the whole weight's groups."""
+        parts = self._weights.parts_of[weight.array.path]
+        return any(p.names[0] == "g_idx" for p in parts) and self._roles.of(weight) == "rows"
 
     def _of_vector(self, part: Part, weight: Weight) -> Dim:
         """Returns 0 if a vector's entries are those of its weight's sharded dimension."""

@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 LARGEST = {
     "blocks": "scales",
     "values": "scales",
+    "qvalue": "scale",
     "data": "scale",
     "w_q": "zero",
     "q_weight": "q_groups",
@@ -30,7 +31,7 @@ LARGEST = {
     "": None,
 }
 PART = re.compile(
-    r"_?(?:(?P<stem>.+?)_)??(?P<part>values|exact|blocks|data|packed|qdata|qweight|w_q"
+    r"_?(?:(?P<stem>.+?)_)??(?P<part>values|exact|blocks|data|packed|q(?:data|value|weight)|w_q"
     r"|q_(?:weight|groups|scale_max|(?:inv)?perm)|qzeros|zeros?|zero_points?|biases|shift|shape|format"
     r"|(?:(?:pre_quant|input|output|activation|act|[kvq])_)?(?:global_)?scales?(?:_inv|_2)?"
     r"|g_idx|perm|scb|(?:nested_)?(?:absmax|quant_map))"
@@ -82,6 +83,8 @@ def _split(path: str) -> tuple[tuple[str, ...], PartName]:
     """Returns what the parts of a weight share, and a part whose own path is `largest`."""
     parts = weight = tuple(part.lower() for part in parts_of(path))
     name = ""
+    if parts[-2:-1] == ("scale",) and parts[-1].isdigit():  # of a list
+        parts = weight = parts[:-1]
     if "quant_state" in parts:
         weight, name = parts[: parts.index("quant_state")], "quant_state"
     elif match := PART.fullmatch(parts[-1]):
@@ -117,12 +120,13 @@ def unpacked(name: str, shape: Shape, dtype: Any, others: Mapping[str, Shape]) -
             return Unpacked(shape, problem="is a flat list of packed numbers, row after row")
         case "blocks" if len(shape) == 3:  # [out, in / numbers, bytes]
             return Unpacked((shape[0], 2 * shape[1] * shape[2]), 0)
-        case "qweight" if len(shape) == 2:
+        case "qweight" if len(shape) == 2 and PACKED.get(str(dtype)) == 8:
             return Unpacked(_of_words(shape, others), 1)
-        case "values":
+        case "values" | "qvalue":
             return Unpacked(shape)
         case _:
-            return _of_bytes(name, shape, PACKED.get(str(dtype), 1), others)
+            per = PACKED.get(str(dtype), 2 if name == "qweight" else 1)
+            return _of_bytes(name, shape, per, others)
 
 
 def _of_words(shape: Shape, others: Mapping[str, Shape]) -> Shape:

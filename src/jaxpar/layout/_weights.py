@@ -17,7 +17,7 @@ from jaxpar.layout._weight_formats import Unpacked, unpacked
 
 
 class NamedArray(Protocol):
-    """An array's path, shape and dtype."""
+    """An array's path, shape and dtype; of a `Quantized` beside its values, those."""
 
     @property
     def path(self) -> str: ...
@@ -25,6 +25,8 @@ class NamedArray(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> Any: ...
+    @property
+    def values(self) -> Any: ...
     def problem(self, text: str, remedy: str) -> LayoutProblem: ...
 
 
