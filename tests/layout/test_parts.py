@@ -93,8 +93,8 @@ FORMATS = {  # its parts' shapes and dtypes, for weights of `OUT` outputs and `I
         "qweight": (i // 8, o, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F)
     },
     gptq_by_index: lambda o, i: {
-        "qweight": (i // 8, o, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F),
-        "g_idx": (i, WORDS),
+        "qweight": (i // 8, o, WORDS), "qzeros": (i // 32, o // 8, WORDS),
+        "scales": (i // 32, o, F), "g_idx": (i, WORDS),
     },
     awq: lambda o, i: {
         "qweight": (i, o // 8, WORDS), "qzeros": (i // 32, o // 8, WORDS), "scales": (i // 32, o, F)

@@ -223,6 +223,32 @@ def test_a_dimension_that_devices_do_not_divide():
     np.testing.assert_array_equal(placed.dequantized()[129:], 0)
 
 
+@pytest.mark.parametrize(
+    "names", ["w/values w/scales", "w.weight w.weight_scale", "w/qvalue w/scale"]
+)
+@pytest.mark.parametrize("scales", [(4, 1), (1, 1), (129, 1)])
+def test_scales_beside_values_in_other_trees(names, scales):
+    """Only scales of each entry are padded, with their values."""
+    mesh, w = make_mesh("fsdp=8"), weight((129 if scales == (129, 1) else 512, 48), scales)
+    params = dict(zip(names.split(), (w.values, w.scales), strict=True))
+    of_each = scales == (129, 1)
+    rules = LayoutMap({".*": ("fsdp",)})
+    with pytest.raises(LayoutError) as error:
+        rules.layout(params, mesh)
+    remedies = {problem.path: problem.remedy for problem in error.value.problems}
+    edit = "pad it to 136, Padded('fsdp')" if of_each else "replicate it, None"
+    assert {remedy[: len(edit)] for remedy in remedies.values()} == {edit}
+    assert set(remedies) == (set(params) if of_each else {names.split()[1]})
+    entry = Padded("fsdp") if of_each else "fsdp"
+    maps = [LayoutMap({key: (entry,) if of_each or key not in remedies else P() for key in params})]
+    maps += [] if of_each else [fully_sharded(params, mesh)]
+    for rules in maps:
+        placed = rules.layout(params, mesh).place(params)
+        found = Quantized(*map(placed.get, names.split()), dtype="float32").dequantized()
+        wanted = read(w, tuple(size // n for size, n in zip(w.shape, scales, strict=True)))
+        np.testing.assert_array_equal(found[: w.shape[0]], wanted)
+
+
 @pytest.mark.parametrize(("size", "even"), [(192, 96), (448, 112), (960, 120)])
 def test_two_kinds_of_blocks(size, even):
     """The edit of the error is one of both, and each reads as it says."""

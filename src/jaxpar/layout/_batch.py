@@ -160,7 +160,7 @@ def _laid(
     parts = _processes_along(sharding, x.ndim)
     shape = tuple(size * count for size, count in zip(x.shape, parts, strict=True))
     array = Shaped(path, shape, x.dtype)
-    Placed(array, "batch", rule.first(x.ndim), layout.mesh).lay(problems)
+    Placed(array, "batch", rule.first(x.ndim), layout.mesh, {}).lay(problems)
     return sharding, shape
 
 

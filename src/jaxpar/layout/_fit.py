@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,7 @@ def fit(
     by_path: dict[str, ArrayLayout] = {}
     known: dict[tuple[str, tuple[int, ...]], ArrayLayout] = {}  # layers share rules and shapes
     near = Nearest(rules, "the nearest rule is {}")
+    shapes = {array.path: array.shape for array in arrays}
     for array in arrays:
         keys = rules.matching(array.path)
         used.update(keys)
@@ -88,7 +89,7 @@ def fit(
 
             laid = laid_like_values(array, by_path[array.values.path], rules, problems)
         elif keys:
-            placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh))
+            placed.append(Placed(array, keys[0], rules.rule(keys[0]), mesh, shapes))
             laid = known.get((keys[0], array.shape)) or placed[-1].lay(problems)
             if laid is not None:
                 known[keys[0], array.shape] = laid
@@ -99,7 +100,7 @@ def fit(
         by_path[array.path] = found[-1]
     if strict:
         problems += _exchanged(placed)
-        problems += unused_rules(rules, used, [array.path for array in arrays])
+        problems += unused_rules(rules, used, list(shapes))
         problems += _unused_axes(rules, mesh, found, problems)
         problems += _unknown_axes(rules, mesh)
     return found, problems
@@ -126,6 +127,7 @@ class Placed:
     key: str
     rule: Rule
     mesh: AnyMesh
+    shapes: Mapping[str, tuple[int, ...]]  # of all arrays
 
     def lay(self, problems: list[LayoutProblem]) -> ArrayLayout | None:
         wrong = self._refusal()
@@ -213,6 +215,8 @@ class Placed:
             cut = prod(size_of(self.mesh, some) for some in changed.values())
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
+        from jaxpar.layout._weight_formats import shares
+
         over = repr(shown(names))
         padded = -(-size // count) * count
         used = {name for some in axes for name in some}
@@ -227,11 +231,14 @@ class Placed:
         ]
         other = next((f"{text}, {held(moved)}" for text, moved in elsewhere), None)
         named = f" ({self.rule.names[dim]!r})" if self.rule.names else ""
+        pad = f"pad it to {padded}, Padded({over}), {held({}, padded)}; "
+        if shares(self.array.path, dim, self.shapes):
+            pad = ""  # it would stand for other entries
         return self.problem(
             f"{over} ({count}) does not divide dimension {dim}{named}: {size} = "
             f"{size // count} x {count} + {size % count}",
-            f"pad it to {padded}, Padded({over}), {held({}, padded)}; replicate it, None, "
-            f"{held({dim: ()})}; or {other or 'use another axis, of which none fits here'}",
+            f"{pad}replicate it, None, {held({dim: ()})}; or "
+            f"{other or 'use another axis, of which none fits here'}",
         )
 
 

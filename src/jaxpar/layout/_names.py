@@ -147,7 +147,7 @@ class Names:
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._beside: dict[tuple[str, ...], set[str]] = defaultdict(set)
-        paths = list(paths)
+        paths = tuple(paths)
         self.parts: dict[str, PartName] = parts_in(paths)
         parts_of_path = {
             path: self.parts[path].weight if path in self.parts else _lower(path) for path in paths

@@ -26,6 +26,7 @@ from jaxpar.layout._roles import WeightGroups
 from jaxpar.layout._rule import Axes, Entry, axes_of, shown, trimmed
 from jaxpar.layout._split import Interleaved
 from jaxpar.layout._tensor_dims import TensorDims
+from jaxpar.layout._weight_formats import shares
 
 Dims = dict[int, Axes]  # the axes that a strategy adds to a dimension
 
@@ -72,8 +73,9 @@ def fully_sharded(
 
     Vocabulary tables, found by name, are sharded by rows: with sharded features, lookups would move
     activations. Rows that the axis does not divide are refused, unless `within` shards them.
-    Vectors that it does not divide are replicated. Of a `Quantized`, dimensions come first along
-    which no scale must be repeated. Other arguments are as in `data_parallel`.
+    Vectors, and scales beside values, that it does not divide are replicated. Of a `Quantized`,
+    dimensions come first along which no scale must be repeated. Other arguments are as in
+    `data_parallel`.
 
     Args:
       axis: axes of arrays and batch.
@@ -99,6 +101,7 @@ def fully_sharded(
     names, least = axes_in(mesh, axis), check_whole("min_size", min_size, 0)
     arrays = shaped(params)
     layers = _layers(stacked, arrays, within)
+    shapes = {array.path: array.shape for array in arrays}
     tables = {table.array.path for table in WeightGroups(arrays, {}, layers).tables}
     scales = {array.values.path: array.shape for array in arrays if array.values is not None}
 
@@ -137,11 +140,14 @@ def fully_sharded(
             return {first if array.path in tables else min(fitting, key=rank): names}
         if len(array.shape) - first < 2:
             return {}
+        longest = min(range(first, len(taken)), key=rank)
+        if shares(array.path, longest, shapes):
+            return {}
         return array.problem(
             f"{array}: {names} ({count}) divides none of its dimensions"
             + (", the first of which counts layers" if first else ""),
             "choose other sizes, a smaller axis, or "
-            + _own_rule(array, min(range(first, len(taken)), key=rank), names, taken, within),
+            + _own_rule(array, longest, names, taken, within),
         )
 
     return extended(params, mesh, within, dims, batch=names)

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jaxpar.layout._paths import parts_of
@@ -59,7 +60,8 @@ class PartName:
     weight: tuple[str, ...]
 
 
-def parts_in(paths: Iterable[str]) -> dict[str, PartName]:
+@lru_cache(maxsize=8)  # many problems share paths
+def parts_in(paths: tuple[str, ...]) -> dict[str, PartName]:
     """Returns the parts of weights that several arrays, or packed ones, hold."""
     groups: dict[tuple[str, ...], list[PartName]] = defaultdict(list)
     for path in paths:
@@ -77,6 +79,13 @@ def parts_in(paths: Iterable[str]) -> dict[str, PartName]:
                     parts[part.largest] = PartName(part.name, first.largest, first.weight)
                 break
     return parts
+
+
+def shares(path: str, dim: int, shapes: Mapping[str, Shape]) -> bool:
+    """Returns whether an entry along a dimension is for several ones of a weight's largest part."""
+    part = parts_in(tuple(shapes)).get(path)
+    whole = shapes[part.largest] if part else ()
+    return dim < len(whole) and shapes[path][dim] < whole[dim]
 
 
 def _split(path: str) -> tuple[tuple[str, ...], PartName]:
