@@ -193,6 +193,45 @@ def test_what_functions_must_return(function):
         traced(function, stage_fn, lambda shared, x, batch: ((jnp.sum(x), 1), {"a": "text"}))
 
 
+@BOTH
+@pytest.mark.parametrize("function", [value, value_and_grad])
+def test_kinds_of_outputs(function, check_vma):
+    """Numbers of Python, arrays without entries, and arrays that are not of layers."""
+
+    def run(of_stage):
+        fn = function(
+            lambda w, x, batch: (x @ w[0] @ w[1], of_stage),
+            lambda shared, x: x @ shared,
+            lambda shared, x, batch: ((jnp.sum(x), 1), {"n": 2.5, "none": np.ones((1, 0))}),
+            interleaved_1f1b(2, 2),
+            "pp",
+            specs=(P("pp"), P()),
+            has_aux=True,
+        )
+
+        def local(*args):
+            result = fn(*args)
+            aux = result[1] if function is value else result[0][1]
+            return jax.tree.map(lambda x: x[None], aux)
+
+        mesh = jaxpar.make_mesh("pp=2", devices=jax.devices()[:2])
+        specs = P("pp"), P(), P()
+        step = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=P("pp"), check_vma=check_vma
+        )
+        return jax.jit(step)(np.ones((4, 4, 4)), np.eye(4), np.ones((8, 4)))
+
+    of_stages, of_last = run({"a": np.arange(2), "b": True, "none": np.ones((2, 0))})
+    np.testing.assert_array_equal(of_stages["a"], [[[0, 1]] * 2] * 2)  # by device and microbatch
+    np.testing.assert_array_equal(of_stages["b"], [[[True]] * 2] * 2)
+    assert of_stages["none"].shape == (2, 2, 2, 0)
+    np.testing.assert_array_equal(of_last["n"], [[2.5] * 2] * 2)
+    assert of_last["none"].shape == (2, 2, 1, 0)
+    text = r"aux\['a'\] of stage_fn has local shape \(3,\), whose dimension 0 must be that of a sta"
+    with pytest.raises(ValueError, match=text):
+        run({"a": np.ones(3)})
+
+
 def test_gpipe_evaluates():
     """Backward passes do not matter, and neither do dtypes of parameters."""
     fn = value(

@@ -140,11 +140,43 @@ def test_rows_over_the_pipeline(of, spec, axes, shape):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         traced(fn, specs=(P("pp"), P(), spec), axes=axes, out=out)
     assert str(caught.value) == (
-        f"{of.__name__}: batch['x'] of local shape {shape} varies over ['pp'], as all that "
-        "first_fn reads of the batch, but device 0 of axis 'pp' (2) computes what enters the "
-        "pipeline, for all devices; leave ['pp'] out of its in_specs (labels alone may be cut "
-        "along last_dim), or gather in first_fn what it reads"
+        f"{of.__name__}: batch['x'] of local shape {shape} varies over ['pp'], and first_fn reads "
+        "it, but device 0 of axis 'pp' (2) computes what enters the pipeline, for all devices; "
+        "leave ['pp'] out of its in_specs, or gather in first_fn what it reads"
     )
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+def test_parts_of_rows_beside_whole_ones(of):
+    """Shapes fit, as only a number of each row is read, or rows are few enough."""
+    out = GRADIENTS if of is value_and_grad else P()
+    batch = {**BATCH, "scale": normal(6, 8)}
+    start = rf"^{of.__name__}: batch\['scale'\] of local shape \(4,\) varies over \['pp'\], "
+
+    def check(match, where="scale", **functions):
+        spec = {"x": P(), "y": P(), "scale": P(), where: P("pp")}
+        fn, specs = pipeline_of(of, **functions), (P("pp"), P(), spec)
+        if match is None:
+            traced(fn, batch=batch, specs=specs, out=out)
+            return
+        with pytest.raises(ValueError, match=match):
+            traced(fn, batch=batch, specs=specs, out=out)
+
+    def scaled(*args):
+        return first(*args) * args[-1]["scale"][0]
+
+    check(start + "and first_fn reads it, but device 0", first_fn=scaled)
+    text = r"and stage_fn reads it, but each stage computes all \[4\] rows of a microbatch; leave"
+    check(start + text, stage_fn=lambda *args: stage(*args) * args[-1]["scale"][0])
+    rows = {"last_fn": lambda shared, x, batch: (jnp.sum((x - batch["y"]) ** 2), x.size)}
+    text = (
+        r"batch\['y'\] of local shape \(4, 4\) varies over \['pp'\], so that its microbatches are "
+        r"of other rows than what last_fn gets by last_dim={}, the rows of each microbatch; leave"
+    )
+    for dim in (0, -2):
+        check(text.format(dim), "y", last_dim=dim, **rows)
+    # One microbatch has all rows.
+    check(None, "y", last_dim=0, schedule=interleaved_1f1b(2, 1), **rows)
 
 
 @BOTH
@@ -193,10 +225,34 @@ def test_layers_that_are_replicated(of):
         traced(pipeline_of(of, specs=None), out=out, check_vma=False)
 
 
+@pytest.mark.parametrize("of", [value_and_grad, value])
+@BOTH
+def test_layers_that_are_sharded_otherwise(of, check_vma):
+    """Each device would have a part of all layers, or layers of other stages."""
+    both = ("pp", "dp")
+    for axis, spec, names in (("pp", P(None, "pp"), "'pp'"), (both, P(both[::-1]), "'pp', 'dp'")):
+        fn = pipeline_of(of, interleaved_1f1b(2 * len(names.split()), 2), axis, (spec, P()))
+        text = rf"^{of.__name__}: the spec of layers is P.* must shard dimension 0, which stacks "
+        with pytest.raises(ValueError, match=text + rf"layers, and over \[{names}\] in this order"):
+            traced(
+                fn,
+                layers={"w": normal(1, 4, 4, 4)},
+                axes="dp=2,pp=2",
+                specs=(spec, P(), P()),
+                out=(P(), (spec, P())) if of is value_and_grad else P(),
+                check_vma=check_vma,
+            )
+
+
 @pytest.mark.parametrize(
     ("specs", "error", "text"),
     [
-        ((P("pp"), P("pp")), ValueError, r"shared\['b'\] varies over \[\], but its spec shards it"),
+        (
+            (P("pp"), P("pp")),
+            ValueError,
+            r"shared\['b'\] varies over \[\], but its spec shards it over \['pp'\]; give the in_sp"
+            r"ecs of the tree, or leave out specs=, which check_vma=True does not need(\n|$)",
+        ),
         ((P("pp"),), TypeError, r"specs must be a pair, of the specs of layers and of shared"),
         ({"layers": P("pp")}, TypeError, r"specs must be a pair"),
         (({"v": P("pp")}, P()), ValueError, r"specs are no pytree prefix"),
@@ -247,6 +303,21 @@ def test_arguments_of_other_kinds(of):
             check(pipeline_of(of, **{name: None}))
     with pytest.raises(ValueError, match=start + r"batch\['s'\] is a scalar, .* let functions"):
         check(pipeline_of(of), batch={**BATCH, "s": np.float64(1)})
+
+
+@pytest.mark.parametrize("of", [value_and_grad, value])
+def test_axes_of_the_batch(of):
+    """Rows over an axis that is not said, and an axis over which they are the same."""
+    out, axes = GRADIENTS if of is value_and_grad else P(), "dp=2,pp=2"
+    text = rf"^{of.__name__}: loss_sum varies over \['dp'\], which batch_axes lacks; add them"
+    with pytest.raises(ValueError, match=text) as caught:
+        traced(pipeline_of(of), specs=(*PARAMETERS, P("dp")), axes=axes, out=out)
+    assert "groups" not in str(caught.value)
+    found = jax.jit(mapped(pipeline_of(of, batch_axes="dp"), axes=axes, out=out))(
+        LAYERS, SHARED, BATCH
+    )
+    right = jax.value_and_grad(on_one_device)((LAYERS, SHARED))
+    close(found, right if of is value_and_grad else right[0])
 
 
 # -- options of axes ------------------------------------------------------------------------------

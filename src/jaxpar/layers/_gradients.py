@@ -20,7 +20,13 @@ from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
-from jaxpar.layers._reduction import check_bucket, manual_axes, sharded_axes, sum_leaves
+from jaxpar.layers._reduction import (
+    OF_GROUPS,
+    check_bucket,
+    manual_axes,
+    sharded_axes,
+    sum_leaves,
+)
 
 # From parameters and a batch to this device's (loss, (weight, aux)).
 Local = Callable[[Any, Any], tuple[Array, tuple[Array, Any]]]
@@ -162,7 +168,9 @@ def _local_loss(loss_fn: Callable[..., Any], has_aux: bool, ring: Ring, apart: R
 
     def local(params: Any, batch: Any) -> tuple[Float[Array, ""], tuple[Num[Array, ""], Any]]:
         (loss, weight), aux = losses_of("loss_fn", loss_fn(params, *batch), has_aux)
-        _check_axes(loss, weight, ring, apart)
+        check_axes(loss, weight, ring.names, apart.names)
+        if ring.names:
+            check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
         return vary_over(ring.names, loss), (vary_over(ring.names, weight), as_arrays("aux", aux))
 
     return local
@@ -236,18 +244,20 @@ def _is_pair(result: Any) -> bool:
     return isinstance(result, tuple) and len(result) == 2
 
 
-def _check_axes(loss: Array, weight: Array, ring: Ring, apart: Ring) -> None:
+def check_axes(
+    loss: Array, weight: Array, names: tuple[str, ...], groups: tuple[str, ...] | None
+) -> None:
+    """Refuses losses that vary over other axes; those of a pipeline, without `groups`."""
+    where, apart = f"axis {names}", f"name them {OF_GROUPS}; "
+    if groups is None:
+        where, apart = "batch_axes", ""
     for argument, x in (("loss_sum", loss), ("weight", weight)):
-        others = sorted(varying_axes(x) - set(ring.names) - set(apart.names))
-        if others:
+        if others := sorted(varying_axes(x) - {*names, *(groups or ())}):
             raise value_error(
-                f"{argument} varies over {others}, which axis {ring.names} "
-                "lacks; add them if devices have different shares of the loss there; name them in "
-                "groups= if devices along them have models of their own; otherwise sum or gather "
-                "before it with reduce_region or gather_region, whose results are replicated"
+                f"{argument} varies over {others}, which {where} lacks; add them if devices have "
+                f"different shares of the loss there; {apart}otherwise sum or gather before it "
+                "with reduce_region or gather_region, whose results are replicated"
             )
-    if ring.names:
-        check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
 
 
 def _kind(result: Any) -> str:

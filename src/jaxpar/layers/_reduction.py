@@ -21,6 +21,8 @@ from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 
+OF_GROUPS = "in groups= if devices along them have models of their own"
+
 
 @public
 def reduce_gradients(
@@ -168,10 +170,10 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def sharded_axes(
-    argument: str, tree: Any, specs: Any, groups: tuple[str, ...] = ()
+    argument: str, tree: Any, specs: Any, groups: tuple[str, ...] | None = None
 ) -> list[set[str]]:
-    """Returns axes that shard leaves, by type or spec."""
-    axes = manual_axes()
+    """Returns axes that shard leaves, by type or spec, but `groups`, if the function takes them."""
+    axes, apart = manual_axes(), set(groups or ())
     if not axes or not checks_varying(axes):
         if axes and specs is None:
             raise value_error(
@@ -179,17 +181,17 @@ def sharded_axes(
                 "sharded; pass specs=, the in_specs of the tree"
             )
         named = spec_axes(tree, specs if axes else PartitionSpec())
-        return [names - set(groups) for names in named]
-    typed = [set(varying_axes(leaf)) - set(groups) for leaf in jax.tree.leaves(tree)]
+        return [names - apart for names in named]
+    typed = [set(varying_axes(leaf)) - apart for leaf in jax.tree.leaves(tree)]
     if specs is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for path, found, given in zip(paths, typed, spec_axes(tree, specs), strict=True):
-            if found != given - set(groups):
+            if found != given - apart:
+                others = "" if groups is None else f"; name axes {OF_GROUPS}"
                 raise value_error(
                     f"{argument}{keystr(path)} varies over {sorted(found)}, but its spec "
                     f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
-                    "specs=, which check_vma=True does not need; name axes in groups= if devices "
-                    "along them have models of their own"
+                    f"specs=, which check_vma=True does not need{others}"
                 )
     return typed
 

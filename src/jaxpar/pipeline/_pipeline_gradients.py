@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.varying import vary_over
 from jaxpar.layers._gradients import check_parameters, cut_batch, mean_loss, mean_value_and_grad
 from jaxpar.layers._reduction import check_own_shards, sharded_axes
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
@@ -45,8 +46,8 @@ def value_and_grad(
       first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings. All
         devices run it, batched over microbatches; what device 0 computes enters.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
-        of x, as in `mean_loss`. It may use collectives over `axis`, but must not sum `loss_sum`. A
-        scalar in x arrives divided by the devices of `axis`: let only sums of losses be scalars.
+        of x, as in `mean_loss`. It may use collectives over `axis`, but must sum neither one.
+        A scalar in x arrives divided by the devices of `axis`: let only sums of losses be scalars.
       schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
       axis: the mesh axis of the pipeline.
       batch_axes: the mesh axes that split the batch, such as `"dp"`. Gradients are summed over
@@ -70,11 +71,13 @@ def value_and_grad(
       TypeError: `first_fn` returns no floats; a stage changes structure, shapes or dtypes of x;
         parameters are no floats; `schedule` is none; `last_fn` returns something else.
       ValueError: the schedule is `gpipe`'s, or for another number of devices; `virtual_stages` does
-        not divide the layers of a device; a leaf of `layers` is replicated over `axis`; all that
-        `first_fn` reads of the batch varies over `axis`; `microbatches` does not divide a batch
-        leaf; the devices do not divide dimension `last_dim`; a stage uses a collective over `axis`;
-        a function closes over parameters; an `Axis` has a mode, or the two have different
-        `wire_dtype`s; as `mean_value_and_grad`.
+        not divide the layers of a device; a leaf of `layers` is not sharded over `axis`, or by
+        specs along another dimension than 0; `first_fn` reads a leaf of the batch that varies over
+        `axis`, and gathers none; rows that a stage reads, or that are cut along `last_dim`, vary
+        over `axis`; `microbatches` does not divide a batch leaf; the devices do not divide
+        dimension `last_dim`; a stage uses a collective over `axis`; a function closes over
+        parameters; an aux has another number of layers; an `Axis` has a mode, or the two have
+        different `wire_dtype`s; as `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
     cotangent to a neighbour, and to others `2 (p - 1) / p` of x for the loss. It holds the
@@ -171,6 +174,7 @@ def value(
 
     def mean(given: _Given, layers: Any, shared: Any, batch: Any) -> Any:
         how = given.pipeline(functions, schedule, last_dim, has_aux)
+        layers, shared = vary_over(given.over.names, (layers, shared))  # as of `value_and_grad`
         loss, weight, aux = evaluated(how, _stages(schedule, layers), shared, batch)
         loss = mean_loss(loss, weight, given.over)
         return (loss, aux) if has_aux else loss
@@ -184,7 +188,7 @@ class _Given:
 
     Attributes:
       params: as the user has them, which functions must not close over.
-      over: the axes over which losses are spread, with the wire's dtype.
+      over: as in `Pipeline`.
     """
 
     params: dict[str, Any]
@@ -202,7 +206,8 @@ class _Given:
         names = "stage_fn", "first_fn", "last_fn"
         stage, first, last = map(of_user, functions, names)
         stage = _checked(stage, has_aux)
-        return Pipeline(stage, first, last, schedule, self.ring, last_dim, has_aux, self.params)
+        how = schedule, self.ring, last_dim, has_aux, self.params, self.over
+        return Pipeline(stage, first, last, *how)
 
 
 def _callable(
@@ -228,6 +233,7 @@ def _callable(
         check_own_shards("layers", layers, of_layers, ring, "layers", remedy)
         for argument, tree, spec in (("layers", layers, of_layers), ("shared", shared, of_shared)):
             sharded_axes(argument, tree, spec)
+        _check_stacks(of_layers, ring)
         batch = as_arrays("batch", batch)
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)
@@ -281,6 +287,23 @@ def _pair_of(specs: Any) -> tuple[Any, Any]:
     return specs[0], specs[1]
 
 
+def _check_stacks(specs: Any, ring: Ring) -> None:
+    """Refuses layers that the axis shards along another dimension, or in another order."""
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        named = {name for entry in entries for name in entry}
+        wanted = [name for name in ring.names if name in named]
+        if wanted and [name for name in entries[0] if name in wanted] != wanted:
+            raise value_error(
+                f"the spec of layers{jax.tree_util.keystr(path)} is {spec}, but {ring} must shard "
+                f"dimension 0, which stacks layers, and over {wanted} in this order"
+            )
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
 def _checked(stage_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple[Any, Any]]:
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
@@ -295,12 +318,21 @@ def _checked(stage_fn: Callable[..., Any], has_aux: bool) -> Callable[..., tuple
                 "next stage is given, and arrays of this stage's layers"
             )
         y, aux = result if has_aux else (result, None)
+        aux = as_arrays("aux", aux)
+        counts = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+            if leaf.ndim and counts and leaf.shape[0] not in counts:
+                raise value_error(
+                    f"aux{jax.tree_util.keystr(path)} of stage_fn has local shape {leaf.shape}, "
+                    f"whose dimension 0 must be that of a stage's layers, {min(counts)}; stack "
+                    "arrays of layers, such as by jax.lax.scan, or add a dimension"
+                )
         if types(x) != types(y):
             raise type_error(
                 f"stage_fn must return what the next stage is given: x is {types(x)}, and it "
                 f"returned {types(y)}; return the same structure, shapes and dtypes"
             )
-        return jax.tree.map(jnp.asarray, y), as_arrays("aux", aux)
+        return jax.tree.map(jnp.asarray, y), aux
 
     return stage
 

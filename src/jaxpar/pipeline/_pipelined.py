@@ -21,10 +21,10 @@ from jaxpar.axis.axis import Ring
 from jaxpar.axis.varying import vary_over, varying_axes, zeros_alike
 from jaxpar.compiler.control_flow import cond
 from jaxpar.compiler.unwritten_memory import unwritten
-from jaxpar.layers._gradients import SHARE, losses_of
+from jaxpar.layers._gradients import check_axes, losses_of
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
 from jaxpar.pipeline._stage_residuals import StageResiduals, residuals_of
-from jaxpar.pipeline._traced_functions import check_entering, traced
+from jaxpar.pipeline._traced_functions import check_entering, check_rows, traced
 from jaxpar.pipeline._trip_numbers import trip_numbers
 
 
@@ -49,6 +49,7 @@ class Pipeline:
       last_dim: dimension of a stage's result. For `last`, each device has its part along it.
       has_aux: whether `last` returns aux beside its pair.
       params: as the user has them.
+      over: the axes over which losses are spread, with the wire's dtype.
     """
 
     stage: Callable[..., Any]
@@ -59,6 +60,7 @@ class Pipeline:
     last_dim: int
     has_aux: bool
     params: dict[str, Any]
+    over: Ring
 
     def firsts(self, shared: Any, batch: Any) -> Any:
         """Returns what enters the first stage, of all microbatches."""
@@ -76,7 +78,9 @@ class Pipeline:
 
         args = shared, part, microbatch
         loss, beside = traced("last_fn", last, self.params, *args)(*args)
-        check_own("loss_sum", loss, self.ring, "a share", SHARE, operand=False)
+        check_axes(loss, beside[0], self.over.names, None)
+        remedy = "leave out an earlier sum over it"
+        check_own("loss_sum", loss, self.ring, "a share", remedy, operand=False)
         return vary_over(self.ring.names, (loss, beside))
 
     def shared_out(self, y: Any, index: Any) -> Any:
@@ -176,6 +180,7 @@ def _run(
         if jax.tree.map(varying_axes, wider) == jax.tree.map(varying_axes, x):
             break
         x = wider
+    check_rows(kept.run, (params, x), how.last_dim, batch, how.ring)
     like_x = partial(jax.tree.map, lambda x, e: vary_over(varying_axes(x), e), x)
     return PipelineRun(how, kept, stages, shared, batch, how.ring.index(), x, leaves, pulls), like_x
 
@@ -257,7 +262,7 @@ class PipelineRun:
 
         def taken(*stretches: Any) -> Any:
             x = jnp.concatenate(stretches)[trips]  # [microbatches, stages, layers of a stage, ...]
-            return x.reshape(len(trips), -1, *x.shape[3:])
+            return x.reshape(len(trips), x.shape[1] * x.shape[2], *x.shape[3:])
 
         return jax.tree.map(taken, *beside)
 

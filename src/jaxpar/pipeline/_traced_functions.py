@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -34,7 +35,8 @@ class TracedPart:
     of_out: Any
 
     def __call__(self, *args: Any) -> Any:
-        return self.of_out.unflatten(jaxpr_as_fun(self.closed)(*jax.tree.leaves(args)))
+        out = jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
+        return self.of_out.unflatten(map(jnp.asarray, out))  # of literals, too
 
 
 def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> TracedPart:
@@ -54,28 +56,61 @@ def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> 
 
 def check_entering(first: TracedPart, shared: Any, batch: Any, ring: Ring) -> None:
     """Refuses a batch of which device 0 has a part: what it computes enters for all devices."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    before = len(jax.tree.leaves(shared))
-    count = before + len(leaves)
-    read = [
-        any(depends(first.closed.jaxpr, [place == number for place in range(count)]))
-        for number in range(before, count)
-    ]
-    # A function that reads nothing of the batch is judged by all of it.
-    leaves = [leaf for leaf, is_read in zip(leaves, read, strict=True) if is_read or not any(read)]
-    over = [_spread(leaf, ring) for _, leaf in leaves]
-    if all(over) and over and not any(collectives_over(first.closed.jaxpr, ring)):
-        path, leaf = leaves[0]  # [microbatches, rows, ...]
-        shape = leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]
+    for place, over in _parts_read(first, shared, batch, ring):
         raise value_error(
-            f"batch{jax.tree_util.keystr(path)} of local shape {shape} varies over {over[0]}, as "
-            f"all that first_fn reads of the batch, but device 0 of {ring} computes what enters "
-            f"the pipeline, for all devices; leave {over[0]} out of its in_specs (labels alone may "
-            "be cut along last_dim), or gather in first_fn what it reads"
+            f"{place} varies over {over}, and first_fn reads it, but device 0 of {ring} computes "
+            f"what enters the pipeline, for all devices; leave {over} out of its in_specs, or "
+            "gather in first_fn what it reads"
         )
 
 
-def _spread(leaf: Any, ring: Ring) -> list[str]:
+def check_rows(stage: TracedPart, args: Any, dim: int, batch: Any, ring: Ring) -> None:
+    """Refuses rows that are cut over a ring before they are cut into microbatches."""
+    arrays = [x for x in jax.tree.leaves(args[1]) if x.ndim]
+    rows = {x.shape[0] for x in arrays}
+    for place, over in _parts_read(stage, args, batch, ring, rows):
+        raise value_error(
+            f"{place} varies over {over}, and stage_fn reads it, but each stage computes all "
+            f"{sorted(rows)} rows of a microbatch; leave {over} out of its in_specs"
+        )
+    rows = {x.shape[0] for x in arrays if not dim % x.ndim}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.shape[0] > 1 and (over := _spread(leaf, ring, rows)):
+            raise value_error(
+                f"{_placed(path, leaf)} varies over {over}, so that its microbatches are of other "
+                f"rows than what last_fn gets by last_dim={dim}, the rows of each microbatch; "
+                f"leave {over} out of its in_specs and cut it in last_fn, or choose another "
+                "last_dim"
+            )
+
+
+def _parts_read(
+    part: TracedPart, args: Any, batch: Any, ring: Ring, rows: set[int] | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields leaves of which a device has a part, if the function reads them and gathers nothing.
+
+    `args` come before a microbatch. Of given `rows`, only leaves that have too few of them count.
+    """
+    if any(collectives_over(part.closed.jaxpr, ring)):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    before = len(jax.tree.leaves(args))
+    for number, (path, leaf) in enumerate(leaves, before):
+        marks = [place == number for place in range(before + len(leaves))]
+        over = _spread(leaf, ring, rows)
+        if over and any(depends(part.closed.jaxpr, marks)):
+            yield _placed(path, leaf), over
+
+
+def _placed(path: Any, leaf: Any) -> str:
+    shape = leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]  # of [microbatches, rows, ...]
+    return f"batch{jax.tree_util.keystr(path)} of local shape {shape}"
+
+
+def _spread(leaf: Any, ring: Ring, rows: set[int] | None = None) -> list[str]:
+    """Returns axes of the ring over which a leaf varies, if it has too few of given rows."""
+    if rows is not None and leaf.shape[1] * ring.size not in rows:
+        return []
     return [name for name in ring.names if name in varying_axes(leaf) and lax.axis_size(name) > 1]
 
 
