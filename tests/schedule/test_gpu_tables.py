@@ -132,6 +132,9 @@ def test_times_between_sizes_and_beyond_them():
     assert tables.collective("all-gather", 8, 512) == pytest.approx(4)
     assert tables.collective("all-gather", 8, 8) == 1  # as long as the smallest one
     assert tables.collective("all-gather", 4, 128) is None
+    # The largest size has 128 bytes a second. What the others take beyond that is latency.
+    for size, latency in ((8, 1 - 8 / 128), (64, 0.5), (128, 2**0.5 - 1), (256, 0), (512, 0)):
+        assert tables.latency("all-gather", 8, size) == pytest.approx(latency)
     for sizes, inside in (((1, 300, 400, 256), True), ((4, 512, 512, 256), False), ((), False)):
         assert tables.has("bf16xbf16->f32", sizes) == tables.has("s8xs8->s32", sizes) == inside
     assert not tables.has("f64xf64->f64", (1, 256, 256, 256))
@@ -190,7 +193,9 @@ def test_collectives_behind_one_switch_take_what_was_measured(plugin, monkeypatc
     gather = Message("all-gather", 256.0)  # of 2048 in all
     links = Links(one.mesh, one.chip)
     sent = links.transfer(gather, 1.0)
-    assert sent.route.seconds.tolist() == [pytest.approx(1024e-9)] * 16
+    # As long as an array of twice the size: half of it is latency.
+    assert sent.route.seconds.tolist() == [pytest.approx(512e-9)] * 16
+    assert links.latency(sent.route) == pytest.approx(512e-9)
     assert (sent.sent, sent.route.hops) == (7 * 256, 0)
     over_both = Links(two.mesh, two.chip).transfer(gather, 1.0)
     assert over_both.route.hops > 0  # the network is in no table
@@ -216,9 +221,16 @@ def test_permutes_behind_one_switch_take_what_was_measured(pairs, seconds, plugi
     monkeypatch.setattr(targets, "find_plugin", lambda: plugin)
     one, two = target("h100:8", "tp=8"), target("h100:2x4", "tp=8")
     message = Message("collective-permute", 1024.0, pairs=tuple(pairs))
-    sent = Links(one.mesh, one.chip).transfer(message, 1.0)
+    links = Links(one.mesh, one.chip)
+    sent = links.transfer(message, 1.0)
     assert sent.route.seconds == pytest.approx(seconds)
-    assert sent.route.links.size
+    assert links.latency(sent.route) == pytest.approx(0, abs=1e-18)
+    # The way back has links of its own where a device only sends, or only receives.
+    back = links.transfer(replace(message, pairs=tuple(pair[::-1] for pair in pairs)), 1.0)
+    shared = np.intersect1d(sent.route.links, back.route.links).size
+    moving = [pair for pair in pairs if pair[0] != pair[1]]
+    assert sent.route.links.size == 2 * len(moving)
+    assert (shared == 0) == (pairs == ONE_WAY)
     assert (sent.sent, sent.route.hops, sent.is_measured) == (1024, 0, True)
     beyond = Links(two.mesh, two.chip).transfer(message, 1.0)
     assert beyond.is_measured == (pairs == SWAPS or len(pairs) == 3)

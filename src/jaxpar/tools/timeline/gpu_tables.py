@@ -85,6 +85,16 @@ class GpuTables:
         table = self.collectives.get((kind, group), {})
         return _between(table, (max(whole, *min(table, default=(0,))),))
 
+    def latency(self, kind: str, group: int, whole: float) -> float:
+        """Returns the seconds besides those that the bytes take at the rate of the largest size.
+
+        At most those of the smallest size: larger ones do not reach that rate either.
+        """
+        table = self.collectives[kind, group]
+        (least,), (most,) = min(table), max(table)
+        seconds = self.collective(kind, group, whole) or 0.0
+        return min(table[least,], max(0.0, seconds - whole * table[most,] / most))
+
     def slower(self, matmuls: float, collectives: float) -> "GpuTables":
         """Returns the tables of a GPU that is slower by these factors.
 

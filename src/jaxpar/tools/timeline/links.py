@@ -44,6 +44,7 @@ class Route:
     hops: int
     in_pieces: bool = False  # a piece is forwarded while the next one arrives
     starts: float = 1.0  # how many starts of a transfer
+    latency: float = 0.0  # a table's, in place of starts and hops
 
     def of(self, size: float) -> "Route":
         return replace(self, seconds=self.seconds * size)
@@ -127,7 +128,7 @@ class Links:
         hops = route.hops * self.chip.latency
         if route.in_pieces:
             hops = max(0.0, hops - float(route.seconds.max(initial=0.0)))
-        return route.starts * self.chip.start + hops if route.hops else 0.0
+        return route.starts * self.chip.start + hops if route.hops else route.latency
 
     def _measured(
         self, kind: str, groups: Groups, size: int, whole: float
@@ -138,9 +139,13 @@ class Links:
         seconds = self.tables.collective(kind, size, whole) if groups else None
         if seconds is None:
             return None
-        ports = np.flatnonzero(self._ports(np.array(groups)))
+        members = np.array(groups)
+        load = self._ports(members) if size else self._load(*members.T)[0]  # a permute has a way
+        ports = np.flatnonzero(load)
+        latency = self.tables.latency(kind, size, whole)
+        sending = np.full(len(ports), seconds - latency)
         is_within = self.tables.has_collective(kind, size, whole)
-        return Route(ports, np.full(len(ports), seconds), 0), is_within
+        return Route(ports, sending, 0, latency=latency), is_within
 
     def _lane(self, pairs: Pairs) -> str:
         # Rings over the same axes are numbered. The first direction is `+`.
