@@ -243,3 +243,46 @@ def test_a_layout_refuses_such_a_step():
     step = jax.jit(lambda params: params, out_shardings=layout.shardings)
     with pytest.raises(ValueError, match="the step has shardings on other devices"):
         layout.explain(step, "v5e:2x4")
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_compiler_without_scaled_dot(looped):
+    """Compilers for TPUs have it. Those for GPUs do not, and get both edits of the message."""
+    low, scales = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
+    shapes = ((128, 256), low), ((256, 128), low), ((128, 8), scales), ((8, 128), scales)
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=P()) for shape, dtype in shapes]
+
+    def step(product):
+        def run(*args):
+            if not looped:
+                return product(*args)
+            added = lax.scan(
+                lambda x, _: (x + product(*args), None), jnp.zeros((128, 128)), None, 2
+            )
+            return added[0]
+
+        return run
+
+    def wide(a, s):
+        return a.astype(jnp.float32) * s.astype(jnp.float32)
+
+    products = {
+        "lax.scaled_dot": lambda a, b, s, t: lax.scaled_dot(
+            a, b, lhs_scale=s, rhs_scale=t, preferred_element_type=jnp.float32
+        ),
+        "jax.nn.scaled_matmul": lambda a, b, s, t: jax.nn.scaled_matmul(
+            a[None], b.T[None], s[None], t.T[None], preferred_element_type=jnp.float32
+        )[0],
+        "jnp.matmul": lambda a, b, s, t: (
+            wide(a, jnp.repeat(s, 32, axis=1)) @ wide(b, jnp.repeat(t, 32, axis=0))
+        ),
+    }
+    flops = (2 if looped else 1) * 2 * 128 * 256 * 128
+    narrow = compile_for(step(products["lax.scaled_dot"]), V5E, *args).flops
+    assert narrow == flops / V5E.mesh.size / 2  # in 8 bits they are twice as fast
+    with pytest.raises(ValueError, match=r"^compile_for: .* no jax\.lax\.scaled_dot") as refusal:
+        compile_for(step(products.pop("lax.scaled_dot")), target("h100:2"), *args)
+    for name, product in products.items():
+        assert name in str(refusal.value)
+        counted = compile_for(step(product), target("h100:2"), *args).flops
+        assert counted == flops / 2 / (2 if "scaled" in name else 1)

@@ -10,7 +10,7 @@ from jax.extend import core
 from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.program.constants import Known, bodies, learned, opened
 from jaxpar.tools.program.costs import Kernels, Shapes
-from jaxpar.tools.program.kernels import KERNELS, Kernel, dot_flops, kernel_of
+from jaxpar.tools.program.kernels import KERNELS, PRODUCTS, Kernel, dot_flops, kernel_of
 
 Results = Sequence[core.Var | core.Literal]
 
@@ -33,7 +33,7 @@ def _count(jaxpr: core.Jaxpr, known: Known, share: float, results: Results) -> f
         if not eqn.effects and needed.isdisjoint(eqn.outvars):
             continue
         name = eqn.primitive.name
-        if name == "dot_general":
+        if name in PRODUCTS:
             same = (*map(id, eqn.invars), str(eqn.params))  # compilers compute equal ones once
             total += 0.0 if same in counted_dots else share * dot_flops(eqn)
             counted_dots.add(same)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int
 from jaxpar.tools.program.constants import Atom, Known, bodies, opened, value_of
 
 KERNELS = ("pallas_call", "mpmd_map")  # JAX's names of kernels with a grid, and on several cores
+PRODUCTS = ("dot_general", "scaled_dot", "scaled_matmul_wrapper")
 MOST_STEPS = 1 << 20  # of a grid; in a larger one all blocks count as run
 
 Steps = Bool[np.ndarray, " steps"]
@@ -139,7 +140,7 @@ def _computed(
                 pairs = zip(eqn.outvars, sub.outvars, strict=True)
                 results = ((out, value_of(x, behind)) for out, x in pairs)
                 found |= {out: value for out, value in results if value is not None}
-        elif name == "dot_general":
+        elif name in PRODUCTS:
             total += Kernel(flops=dot_flops(eqn)).times(times)
         elif name.endswith("mma"):  # on a GPU's tensor cores, of references to memory
             total += Kernel(is_least=True)
@@ -191,8 +192,9 @@ def _divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def dot_flops(eqn: core.JaxprEqn) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs, rhs, out = (*eqn.invars, *eqn.outvars)[:3]
+    # That of jax.nn.scaled_matmul has none: [b, m, k] and [b, n, k].
+    (contracted, _), _ = eqn.params.get("dimension_numbers", (((2,), (2,)), ()))
+    (lhs, rhs), out = eqn.invars[:2], eqn.outvars[0]
     sizes = [_aval(lhs).shape[dim] for dim in contracted]
     width = max(_aval(atom).dtype.itemsize for atom in (lhs, rhs))
     # Narrow operands are faster. Wide ones count as if they were not slower.
