@@ -427,7 +427,7 @@ ERRORS = {
     "data_axis has wire_dtype=bfloat16, which has no effect here": {
         "data": Axis("dp", wire_dtype="bfloat16")
     },
-    "data_axis has mode and backward, but": {"data": Axis("dp", mode="naive", backward="naive")},
+    "data_axis has mode=bidirectional, which": {"data": Axis("dp", mode="bidirectional")},
     r"router_bias has local shape \(3,\), but needs .* 8 experts": {"router_bias": jnp.zeros(3)},
     "router_bias must be floats, got int32": {"router_bias": jnp.zeros(8, "int32")},
     "groups=3 does not divide the 8 experts": {"groups": 3, "top_groups": 1},

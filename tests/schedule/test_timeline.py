@@ -374,7 +374,7 @@ def test_what_another_core_gathers_runs_beside_matmuls():
     assert (played.total, played.exposed) == (10, 6)
 
 
-ROWS = "%f.s = s8[2,10] gather(%f.p, %f.i), slice_sizes={1,10}"
+LOOKUP = "%f.s = s8[2,10] gather(%f.p, %f.i), slice_sizes={1,10}"
 ADDED = "%f.s = s8[90,10] scatter(%f.p, %f.i, %f.r), to_apply=%add"
 PLACED = "%f.s = s8[90,10] dynamic-update-slice(%f.p, %f.r, %f.i)"
 
@@ -384,7 +384,7 @@ PLACED = "%f.s = s8[90,10] dynamic-update-slice(%f.p, %f.r, %f.i)"
 @pytest.mark.parametrize(
     ("made", "moved"),
     [
-        (ROWS, 20 + 2 + 20),
+        (LOOKUP, 20 + 2 + 20),
         (ADDED, 20 + 2 + 2 * 20),  # what is added to is read
         (PLACED, 20 + 2 + 20),
         ("%f.s = s8[90,10] sort(%f.p), dimensions={0}, to_apply=%add", 900 + 900),

@@ -57,7 +57,10 @@ NAMES = {
 }
 # DeepSeek's compressors and indexers work on all heads at once.
 INSIDE_WHOLE = r"classifier|classification_head|pooler|seq_relationship|score|compressor|indexer"
-LEAF = r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|array|\d+"
+LEAF = (
+    r"(q?weight|kernel|scale).*|qzeros|embeddings?|.*bias|w|b|table|default|base_layer|value|array"
+    r"|\d+"
+)
 KEYS = r"(key|value)(_proj)?|(w|to_)?[kv](_(proj|lin))?"
 ADAPTER = re.compile(r"(?:/|_|^)lora[_/]?(?:embedding_)?([ab]|down|up)(?=[_/]|$)")
 OF_HEADS = r"_?(q|k|query|key)_?(layer)?_?norm|norm_[qk]"  # norms of each head, or of all heads

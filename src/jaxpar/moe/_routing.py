@@ -258,7 +258,7 @@ def as_bias(argument: str, given: Values, experts: int) -> Float[Array, " {exper
     if bias.shape != (experts,):
         raise value_error(
             f"{argument} has local shape {bias.shape}, but needs one entry for each of the "
-            f"{experts} experts, on every device"
+            f"{experts} experts; give all of them on every device"
         )
     return bias
 

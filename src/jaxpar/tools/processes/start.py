@@ -109,8 +109,8 @@ def _seconds(timeout_s: Number, more: dict[str, Any]) -> float:
     for name in more:
         if name not in known:
             raise type_error(
-                f"{name!r} is no argument of jax.distributed.initialize in jax {jax.__version__}, "
-                f"which takes {', '.join(known)}"
+                f"{name!r} is no argument of jax.distributed.initialize in jax {jax.__version__}; "
+                f"it takes {', '.join(known)}"
             )
     if (waits := more.pop("initialization_timeout", None)) is None:
         return check_number("timeout_s", timeout_s)
