@@ -130,8 +130,7 @@ class Placed:
     shapes: Mapping[str, tuple[int, ...]]  # of all arrays
 
     def lay(self, problems: list[LayoutProblem]) -> ArrayLayout | None:
-        wrong = self._refusal()
-        if wrong:
+        if wrong := self._refusal():
             problems.append(wrong)
             return None
         entries = self._entries()
@@ -207,19 +206,15 @@ class Placed:
 
     def _undivided(self, dim: int, names: Axes) -> LayoutProblem:
         shape, size, count = self.array.shape, self.array.shape[dim], size_of(self.mesh, names)
-        axes = [axes_of(entry) for entry in self.rule.entries]
-        axes += [()] * (len(shape) - len(axes))
+        axes = [*map(axes_of, self.rule.entries), *[()] * (len(shape) - len(self.rule.entries))]
 
         def held(changes: dict[int, Axes], padded: int = size) -> str:
             changed = {**dict(enumerate(axes)), **changes}
             cut = prod(size_of(self.mesh, some) for some in changed.values())
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
-        from jaxpar.layout._weight_formats import shares
-
         over = repr(shown(names))
         padded = -(-size // count) * count
-        used = {name for some in axes for name in some}
         elsewhere = [
             (f"shard dimension {d} of {n}", {dim: (), d: names})
             for d, n in enumerate(shape)
@@ -227,13 +222,15 @@ class Placed:
         ] + [
             (f"shard it over {name!r}", {dim: (name,)})
             for name, parts in self.mesh.shape.items()
-            if name not in used and parts > 1 and not size % parts
+            if not any(name in some for some in axes) and parts > 1 and not size % parts
         ]
         other = next((f"{text}, {held(moved)}" for text, moved in elsewhere), None)
         named = f" ({self.rule.names[dim]!r})" if self.rule.names else ""
-        pad = f"pad it to {padded}, Padded({over}), {held({}, padded)}; "
-        if shares(self.array.path, dim, self.shapes):
-            pad = ""  # it would stand for other entries
+        from jaxpar.layout._weight_formats import shares
+
+        # Padded scales of blocks would be of other entries.
+        shared = shares(self.array.path, dim, self.shapes)
+        pad = "" if shared else f"pad it to {padded}, Padded({over}), {held({}, padded)}; "
         return self.problem(
             f"{over} ({count}) does not divide dimension {dim}{named}: {size} = "
             f"{size // count} x {count} + {size % count}",
