@@ -314,8 +314,8 @@ def test_no_tokens():
          {"groups": 3, "top_groups": 4}),
         (ValueError, "top_k=5 is more than the experts of top_groups=2 groups: 2 x 2 = 4; choose "
          "at least 3 groups", {"top_k": 5, "groups": 3, "top_groups": 2}),
-        (ValueError, r"bias has local shape \(3,\), but needs one entry for each of the 6 experts, "
-         "on every device", {"bias": jnp.zeros(3)}),
+        (ValueError, r"bias has local shape \(3,\), but needs one entry for each of the 6 experts; "
+         "give all of them on every device", {"bias": jnp.zeros(3)}),
         (TypeError, "bias must be floats, got int32", {"bias": jnp.zeros(6, "int32")}),
         (ValueError, r"mask has local shape \(3,\), but tokens need \(4,\), one entry for each",
          {"mask": jnp.ones(3, bool)}),
