@@ -107,8 +107,8 @@ class HeadLayout:
           ValueError: the dimension is out of range, or `heads` does not divide its size.
 
         Example:
-          >>> head_layout(6, 2, 4).pad_query(jnp.ones((16, 6 * 5))).shape
-          (16, 40)
+          >>> head_layout(3, 1, 2).pad_query(jnp.arange(3.0)).tolist()
+          [0.0, 1.0, 2.0, 0.0]
         """
         return self._pad(w, dim)
 
@@ -196,8 +196,8 @@ def head_layout(heads: Integer, kv_heads: Integer, shards: Integer) -> HeadLayou
 
     Example:
       >>> layout = head_layout(heads=5, kv_heads=5, shards=4)
-      >>> layout.padded_heads, layout.pad_query(jnp.ones((3, 5 * 2))).shape
-      (8, (3, 16))
+      >>> layout.padded_heads, layout.pad_query(jnp.arange(1.0, 6.0)).tolist()
+      (8, [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0])
     """
     heads = check_whole("heads", heads, 1)
     kv_heads = check_whole("kv_heads", kv_heads, 1)
@@ -278,8 +278,9 @@ def parallel_attention(
       ...     return parallel_attention(x, *weights, "tp", attend, heads=6, kv_heads=2)
       >>> f = jaxpar.jit(jax.shard_map(layer, mesh=mesh, out_specs=P(None, "tp"),
       ...     in_specs=(P(None, "tp"), P(None, "tp"), P(), P(), P("tp"))))
-      >>> q, kv, o = jnp.ones((16, 6 * 8)), jnp.ones((16, 2 * 8)), jnp.ones((6 * 8, 16))
-      >>> f(jnp.ones((3, 24, 16)), layout.pad_query(q), kv, kv, layout.pad_output(o)).shape
+      >>> sizes = (3, 24, 16), (16, 6 * 8), (16, 2 * 8), (16, 2 * 8), (6 * 8, 16)
+      >>> x, q, k, v, o = [jax.random.normal(jax.random.key(n), s) for n, s in enumerate(sizes)]
+      >>> f(x, layout.pad_query(q), k, v, layout.pad_output(o)).shape
       (3, 24, 16)
 
     Source: Shoeybi et al., "Megatron-LM" (2019); Ainslie et al., "GQA" (2023).

@@ -73,9 +73,10 @@ def reduce_compressed_gradients(
       >>> mesh = make_mesh("dp=8")
       >>> step = jaxpar.jit(jax.shard_map(lambda g: reduce_compressed_gradients(g, "dp"),
       ...     mesh=mesh, in_specs=P("dp"), out_specs=(P(), P("dp"))))
-      >>> sums, error = step(jnp.ones((8 * 128, 128)))
-      >>> float(sums[0, 0]), error.shape
-      (8.0, (1024, 128))
+      >>> rows = jnp.arange(8.0 * 128)[:, None] + jnp.zeros(128)
+      >>> sums, error = step(rows)
+      >>> float(sums[1, 0]), float(rows[1::128, 0].sum()), error.shape
+      (3592.0, 3592.0, (1024, 128))
 
     Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error
     feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).

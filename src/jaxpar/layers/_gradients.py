@@ -117,9 +117,9 @@ def mean_value_and_grad(
       >>> local = mean_value_and_grad(loss, "dp", microbatches=2)
       >>> step = jaxpar.jit(jax.shard_map(local, mesh=mesh,
       ...     in_specs=(P("tp"), P("dp", "tp")), out_specs=(P(), P("tp"))))
-      >>> mean, grads = step(jnp.ones(4), jnp.ones((8, 4)))
+      >>> mean, grads = step(jnp.arange(4.0), jnp.eye(8, 4))
       >>> float(mean), grads
-      (16.0, Array([8., 8., 8., 8.], dtype=float32))
+      (1.75, Array([0.  , 0.25, 0.5 , 0.75], dtype=float32))
     """
     parts = check_whole("microbatches", microbatches, 1)
     limit = check_bucket(bucket_bytes)

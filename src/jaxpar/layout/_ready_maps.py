@@ -199,8 +199,9 @@ def tensor_parallel(
 
     Arrays that hold one weight (a `Quantized`, or packed numbers with scales as in files of GPTQ,
     AWQ, MXFP4, NVFP4, compressed-tensors and MLX) are sharded as this weight is. Refused are sizes
-    whose blocks devices would cut, and formats whose blocks mix rows. A vector beside a matrix
-    belongs to its inputs or outputs by name, or by length.
+    whose blocks devices would cut, and formats whose blocks mix rows. Where a `g_idx` numbers the
+    groups, scales and zeros of weights by rows are replicated. A vector beside a matrix belongs to
+    its inputs or outputs by name, or by length.
 
     Sizes of biases, norms and tables show the input dimension. Without them, `weight` is [out, in],
     as in Equinox and PyTorch, and an array of another name is [in, out]. Heads are sharded in [in,

@@ -129,12 +129,12 @@ def moe_layer(
 
     Example:
       >>> mesh = make_mesh("ep=8")
-      >>> w = jnp.ones((16, 4, 32)) / 4
+      >>> w = jax.random.normal(jax.random.key(0), (16, 4, 32)) / 4
       >>> experts = Experts(up=w, gate=w, down=w.swapaxes(1, 2))
       >>> layer = jaxpar.jit(jax.shard_map(
       ...     lambda x, logits, w: moe_layer(x, route(logits, 2), w, "ep"), mesh=mesh,
       ...     in_specs=P("ep"), out_specs=(P("ep"), P())))
-      >>> y, statistics = layer(jnp.ones((64, 4)), jnp.eye(64, 16), experts)
+      >>> y, statistics = layer(jnp.eye(64, 4), jnp.eye(64, 16), experts)
       >>> y.shape, int(statistics.tokens_per_expert.sum()), int(statistics.dropped)
       ((64, 4), 128, 0)
 
@@ -279,12 +279,12 @@ def routed_moe_layer(
 
     Example:
       >>> mesh = make_mesh("ep=8")
-      >>> w = jnp.ones((16, 4, 32)) / 4
+      >>> w = jax.random.normal(jax.random.key(0), (16, 4, 32)) / 4
       >>> experts = Experts(up=w, gate=w, down=w.swapaxes(1, 2))
       >>> layer = jaxpar.jit(jax.shard_map(
       ...     lambda x, r, w: routed_moe_layer(x, r, w, "ep", top_k=2, chunks=2), mesh=mesh,
       ...     in_specs=(P("ep"), P(), P("ep")), out_specs=(P("ep"), P())))
-      >>> y, statistics = layer(jnp.ones((64, 4)), jnp.eye(4, 16), experts)
+      >>> y, statistics = layer(jnp.eye(64, 4), jnp.eye(4, 16), experts)
       >>> y.shape, int(statistics.tokens_per_expert.sum())
       ((64, 4), 128)
     """

@@ -244,9 +244,10 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       ValueError: shapes do not fit, or `shards` is below 1.
 
     Example:
-      >>> experts = Experts(up=jnp.ones((6, 4, 6)), down=jnp.ones((6, 6, 4)))
-      >>> pad_experts(experts, 4).up.shape
-      (8, 4, 6)
+      >>> numbers = jnp.arange(1.0, 7.0)[:, None, None]
+      >>> experts = Experts(up=numbers + jnp.zeros((4, 6)), down=numbers + jnp.zeros((6, 4)))
+      >>> pad_experts(experts, 4).up[:, 0, 0].tolist()
+      [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]
     """
     given = as_experts(experts)
     experts = expert_arrays(given)

@@ -94,9 +94,11 @@ def value_and_grad(
       ...     schedule, "pp")
       >>> step = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
       ...     out_specs=(P(), (P("pp"), P()))))
-      >>> loss, grads = step(jnp.ones((8, 4, 4)), jnp.eye(4), {"x": jnp.ones((32, 4))})
-      >>> grads[0].shape
-      (8, 4, 4)
+      >>> layers, x = jax.random.normal(jax.random.key(0), (8, 4, 4)), jnp.eye(32, 4)
+      >>> loss, grads = step(layers, jnp.eye(4), {"x": x})
+      >>> grads[0].shape, bool(jnp.allclose(loss, jnp.mean(jax.lax.scan(
+      ...     lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0] ** 2)))
+      ((8, 4, 4), True)
 
     Source: as `interleaved_1f1b`.
     """
@@ -166,9 +168,9 @@ def value(
       ...     gpipe(8, microbatches=2), "pp", has_aux=True)
       >>> evaluate = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
       ...     out_specs=(P(), (P(None, "pp"), P(None, "pp")))))
-      >>> loss, (of_stages, of_last) = evaluate(2 * jnp.ones(8), 1.0, jnp.ones((16, 4)))
+      >>> loss, (of_stages, of_last) = evaluate(jnp.arange(8.0) + 1, 1.0, jnp.arange(64.0).reshape(16, 4))
       >>> float(loss), of_stages[0].tolist()
-      (512.0, [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0])
+      (1310400.0, [32.0, 32.0, 64.0, 192.0, 768.0, 3840.0, 23040.0, 161280.0])
     """
     functions = stage_fn, first_fn, last_fn
 
