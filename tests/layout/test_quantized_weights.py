@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import Quantized, all_gather, layers, make_mesh, quantize
+from jaxpar import (
+    Axis,
+    Quantized,
+    all_gather,
+    all_gather_matmul,
+    collective_einsum,
+    layers,
+    make_mesh,
+    quantize,
+)
 from jaxpar.layout import (
     Interleaved,
     LayoutError,
@@ -112,7 +121,7 @@ def test_each_device_reads_its_own_part(of, dtype, text):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis", ["fsdp", ("fsdp", "tp")])
-@pytest.mark.parametrize("scales", [(3, 1, 48), (3, 64, 1), (3, 1, 1), (3, 4, 3), (3, 64, 48)])
+@pytest.mark.parametrize("scales", [(3, 1, 48), (3, 64, 1), (1, 1, 1), (3, 4, 3), (1, 64, 48)])
 def test_a_frozen_base_in_a_scan(scales, axis, check_vma):
     mesh = make_mesh("fsdp=4,tp=2")
     base = weight((3, 64, 48), scales)
@@ -411,16 +420,108 @@ def test_a_matmul_of_blocks_that_are_not_full(check_vma):
     np.testing.assert_allclose(pullback(ct)[0], np.asarray(ct) @ there.T, rtol=1e-4, atol=2e-3)
 
 
-def test_scales_that_a_type_calls_whole():
-    """`dim` is of the values; a replicated type says that each device has all scales."""
-    mesh, w = make_mesh("fsdp=8"), weight((512, 48), (4, 1))
-    mapped = jax.shard_map(
-        lambda w: layers.fsdp_gather(w, "fsdp").dequantized()[None],
+@pytest.mark.parametrize("mode", ["naive", "stationary", "chunked-2", "bidirectional"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_matmul_of_several_blocks_a_device(dim, mode):
+    """Along the gathered dimension, over two axes; with gradients of the other operand."""
+    shape, scales = [(256, 48), (48, 256)][dim], [(16, 3), (3, 16)][dim]
+    mesh, w = mesh_of("fsdp=2,tp=2"), weight(shape, scales)
+    axis, rng = ("tp", "fsdp"), np.random.default_rng(2)
+    x, ct = (jnp.asarray(rng.normal(size=(8, size)), "float32") for size in shape)
+    spec = P(*[None] * dim, axis)
+
+    def product(check_vma):
+        return jax.shard_map(
+            lambda x, w: layers.fsdp_linear(x, w, Axis(axis, mode=mode), dim=dim),
+            mesh=mesh,
+            in_specs=(P(axis), Quantized(spec, spec, dtype="float32")),
+            out_specs=P(axis),
+            check_vma=check_vma,
+        )
+
+    if mode != "stationary":  # whose weights stay where they are
+        count, local = np.array(scales), np.array(shape)
+        count[dim], local[dim] = count[dim] // 4, local[dim] // 4
+        text = (
+            f"fsdp_linear: scales have local shape {(*count.tolist(),)} for values of "
+            f"{(*local.tolist(),)}, gathered along dimension {dim}: only types tell 4 scales of "
+            "this device from those of all devices; use check_vma=True"
+        )
+        with pytest.raises(ValueError, match=re.escape(text)):
+            jax.eval_shape(product(False), x, w)
+    out, pullback = jax.vjp(jax.jit(lambda x: product(True)(x, w)), x)
+    there = read(w, (16, 16)).astype("float64")
+    np.testing.assert_allclose(out, np.asarray(x) @ there, rtol=1e-4, atol=5e-3)
+    np.testing.assert_allclose(pullback(ct)[0], np.asarray(ct) @ there.T, rtol=1e-4, atol=5e-3)
+
+
+def whole_in(function, mesh, scales):
+    return jax.shard_map(
+        lambda x, w: function(x, w, ("tp", "fsdp")),
         mesh=mesh,
-        in_specs=(Quantized(P("fsdp"), P(), dtype="float32"),),
-        out_specs=P("fsdp"),
+        in_specs=(P(("tp", "fsdp")), Quantized(P(("tp", "fsdp")), scales, dtype="float32")),
+        out_specs=P(("tp", "fsdp")),
     )
-    np.testing.assert_array_equal(jax.jit(mapped)(w)[3], read(w, (128, 48)))
+
+
+GATHERS = {
+    "fsdp_gather": lambda x, w, axis: x @ layers.fsdp_gather(w, axis).dequantized(),
+    "all_gather": lambda x, w, axis: x @ all_gather(w, axis, tiled=True).dequantized(),
+}
+MATMULS = {
+    "fsdp_linear": lambda x, w, axis: layers.fsdp_linear(x, w, axis),
+    "all_gather_matmul": lambda x, w, axis: all_gather_matmul(x, w, axis, gather="rhs", dim=0),
+    "collective_einsum": lambda x, w, axis: collective_einsum("bk,km->bm", x, w, axis, gather="k"),
+}
+
+
+@pytest.mark.parametrize("name", [*GATHERS, *MATMULS])
+def test_scales_that_a_type_calls_whole(name):
+    """Each device has all scales, as many as it has rows; refused scales are sharded instead."""
+    mesh, w = make_mesh("fsdp=2,tp=4"), weight((64, 16), (8, 1))
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(8, 64)), "float32")
+    wanted = np.asarray(x, "float64") @ read(w, (8, 16))
+    function, specs = (GATHERS | MATMULS)[name], [P(), P("tp"), P(("tp", "fsdp"))]
+    for whole, shared in ((specs[0], "['tp', 'fsdp']"), (specs[1], "['fsdp']")):
+        mapped = whole_in(function, mesh, whole)
+        if name in GATHERS and whole == P():
+            found = jax.jit(mapped)(x, w)
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-3)
+            continue
+        local = (8 if whole == P() else 2, 1)
+        text = (
+            rf"^{name}: scales have local shape {re.escape(str(local))} and are replicated over "
+            rf"{re.escape(shared)}, so that {local[0]} along dimension 0 are of several devices' "
+            r"values, which axis .* gathers; shard them in in_specs as the values, or place both "
+            "by Layout.place"
+        )
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(mapped, x, w)
+    mapped = whole_in(function, mesh, specs[2])
+    placed = LayoutMap({"w/values": (("tp", "fsdp"),)}).layout({"w": w}, mesh).place({"w": w})["w"]
+    for there in (w, placed):
+        np.testing.assert_allclose(jax.jit(mapped)(x, there), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("names", ["az", "za"])
+def test_scales_beside_small_weights(names, check_vma):
+    """Small leaves travel together; a `gather_dtype` is for weights, and not for scales."""
+    mesh, w = make_mesh("fsdp=8"), weight((64, 16), (64, 1))
+    small = jnp.asarray(np.random.default_rng(4).normal(size=(16, 5)), "float32")
+    tree = dict(zip(names, (small, w), strict=True))
+    axis = Axis("fsdp", gather_dtype="bfloat16")
+    mapped = jax.shard_map(
+        lambda tree: jax.tree.map(lambda x: x[None], layers.fsdp_gather(tree, axis)),
+        mesh=mesh,
+        in_specs=(jax.tree.map(lambda _: P("fsdp"), tree),),
+        out_specs=P("fsdp"),
+        check_vma=check_vma,
+    )
+    found = jax.jit(mapped)(tree)
+    np.testing.assert_array_equal(found[names[0]][5], small.astype("bfloat16"))
+    np.testing.assert_array_equal(found[names[1]].scales[5], w.scales)
+    np.testing.assert_array_equal(found[names[1]].values[5], w.values)
 
 
 def test_a_block_that_ends_within_a_device():

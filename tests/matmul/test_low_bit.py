@@ -414,12 +414,6 @@ ROWS = Quantized(P("tp"), P("tp"))
             r"lhs.scales have local shape \(2,\) for values of \(2, 48\): 1 dimensions for 2; "
             r"reshape them to \(2, 1\) if they are along dimension 0",
         ),
-        (
-            Quantized(np.ones((16, 48), "int8"), np.ones((8, 1), "float32")),
-            ValueError,
-            r"scales have local shape \(2, 1\) for values of \(4, 48\), gathered along dimension "
-            "0: there must be 4 or 1 along it, not 2; quantize along another dimension than 0",
-        ),
     ],
 )
 def test_what_is_no_quantized_array(x, error, text):

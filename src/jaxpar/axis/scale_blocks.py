@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.calls import value_error
+from jaxpar.axis.varying import checks_varying, varying_axes
 
 if TYPE_CHECKING:
+    from jaxpar.axis.axis import Ring
     from jaxpar.axis.quantized import Quantized
 
 Shape = tuple[int, ...]
@@ -98,6 +100,49 @@ def with_equal_blocks(argument: str, x: Quantized) -> Quantized:
             scales = jnp.repeat(scales, block // part, axis=dim)
             scales = lax.slice_in_dim(scales, 0, size // part, axis=dim)
     return replace(x, scales=scales, block=None)
+
+
+def with_one_for_each(names: tuple[str, ...], x: Quantized, dim: int) -> Quantized:
+    """Repeats several scales along a dimension that is gathered, one for each entry."""
+    count = x.scales.shape[dim]
+    if count in (1, x.shape[dim]):
+        return x
+    if not checks_varying(names):
+        raise value_error(
+            f"scales have local shape {x.scales.shape} for values of {x.shape}, gathered along "
+            f"dimension {dim}: only types tell {count} scales of this device from those of all "
+            "devices; use check_vma=True"
+        )
+    return replace(x, scales=jnp.repeat(x.scales, x.shape[dim] // count, axis=dim))
+
+
+def with_scales_of_layers(stacked: Any) -> Any:
+    """Gives each layer of a stack scales of its own, where all have the same."""
+
+    def of_layers(x: Any) -> Any:
+        if not _is_quantized(x) or x.scales.shape[:1] != (1,):
+            return x
+        return replace(x, scales=jnp.repeat(x.scales, x.shape[0], axis=0))
+
+    return jax.tree.map(of_layers, stacked, is_leaf=_is_quantized)
+
+
+def are_whole(scales: Array, dim: int, ring: Ring, *, refused: bool = False) -> bool:
+    """Returns whether a type says that each device has all scales along a gathered dimension.
+
+    Those of some devices are refused, and with `refused` those of all.
+    """
+    if not checks_varying(ring.names):
+        return False
+    names = [name for name in ring.names if lax.axis_size(name) > 1]
+    shared = [name for name in names if name not in varying_axes(scales)]
+    if shared and scales.shape[dim] > 1 and (refused or shared != names):
+        raise value_error(
+            f"scales have local shape {scales.shape} and are replicated over {shared}, so that "
+            f"{scales.shape[dim]} along dimension {dim} are of several devices' values, which "
+            f"{ring} gathers; shard them in in_specs as the values, or place both by Layout.place"
+        )
+    return shared == names
 
 
 def told_blocks(local: Any, whole: Any) -> Any:

@@ -112,18 +112,19 @@ def all_gather(
         if jnp.issubdtype(leaf.dtype, jnp.inexact):  # the derivative is a sum
             check_wire(ring.wire_dtype, leaf.dtype)
     check_own_leaves("x", x, ring, "a block")
-    (x,) = vary_alike(ring.names, x)
+    leaves, treedef = jax.tree.flatten(x)
+    (varied,) = vary_alike(ring.names, leaves)
+    from jaxpar.axis.scale_blocks import are_whole, told_blocks
 
-    def gather(x: Block, exact: bool) -> Whole:
+    def gather(x: Block, given: Block, exact: bool) -> Whole:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
+        if tiled and exact and are_whole(given, along, ring):
+            return x
         over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)
         return blocks.gather_along(way, x if tiled else jnp.expand_dims(x, along), along)
 
-    leaves, treedef = jax.tree.flatten(x)
-    whole = treedef.unflatten(map(gather, leaves, scales_among(x)))
-    from jaxpar.axis.scale_blocks import told_blocks
-
+    whole = treedef.unflatten(map(gather, varied, leaves, scales_among(x)))
     return told_blocks(x, whole) if tiled else whole
 
 

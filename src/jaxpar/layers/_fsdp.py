@@ -54,9 +54,11 @@ def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring, scales: list[boo
     """Binds leaves' sharding. `scales` marks quantized values' scales."""
     counted: list[int | None] = []
     for x, dim, of_values in zip(leaves, dims, scales, strict=True):
-        if of_values and checks_varying(ring.names) and not {*ring.names} & {*varying_axes(x)}:
-            dim = None  # a type says that each device has all scales
         counted.append(None if dim is None else check_dim("dim", dim, x.shape))
+        if of_values and counted[-1] is not None:
+            from jaxpar.axis.scale_blocks import are_whole
+
+            counted[-1] = None if are_whole(x, counted[-1], ring) else counted[-1]
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]

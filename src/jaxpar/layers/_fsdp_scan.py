@@ -20,7 +20,7 @@ from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree, TreeDim
 from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.rounding import scales_among
-from jaxpar.axis.scale_blocks import told_blocks
+from jaxpar.axis.scale_blocks import told_blocks, with_scales_of_layers
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.compiler.jaxprs import type_of
@@ -197,7 +197,7 @@ def fsdp_scan(
       >>> np.testing.assert_allclose(f(w, x), wanted, rtol=1e-5)
     """
     check_policy(policy)
-    stacked_params = as_arrays("stacked_params", stacked_params)
+    stacked_params = with_scales_of_layers(as_arrays("stacked_params", stacked_params))
     stacked, params_tree = jax.tree.flatten(stacked_params)
     state, state_tree = jax.tree.flatten(as_arrays("x", x))
     count = _count_layers(stacked)

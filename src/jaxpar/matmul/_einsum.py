@@ -1,11 +1,11 @@
 """Checks a call, chooses an algorithm, and runs the einsum."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax import Array
-from jaxtyping import Num
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.checks import (
@@ -26,7 +26,6 @@ from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
 from jaxpar.matmul._primitive import gather_einsum, scatter_einsum
 from jaxpar.matmul._product import (
     Arithmetic,
-    Left,
     Out,
     Product,
     dtype_of_products,
@@ -135,14 +134,17 @@ def gather(
     preferred = call.arithmetic.preferred_element_type
     dtype = dtype_of_products(seen.dtype, preferred, ring.wire_dtype)
     check_own(call.names[1 if swapped else 0], values_of(left), ring, "a block")
-    left, rights = vary_alike(ring.names, left, rights)
     letters = (labels.rhs, labels.lhs) if swapped else (labels.lhs, labels.rhs)
-    product = Product(*letters, labels.out, dtype)
+    product, dim = Product(*letters, labels.out, dtype), letters[0].index(label)
+    if isinstance(left, Quantized):
+        from jaxpar.axis.scale_blocks import are_whole
 
+        are_whole(left.scales, dim, ring, refused=True)
+    left, rights = vary_alike(ring.names, left, rights)
     if (how := ring.low_bit(left.dtype)) is not None:
         from jaxpar.axis.rounding import straight_through
 
-        left = straight_through(how, left, product.left.index(label))
+        left = straight_through(how, left, dim)
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), rights[0].dtype.itemsize
     sent = 1 if low_bit else width  # bytes of one number in transfer
@@ -160,11 +162,7 @@ def gather(
     if method.keeps:
         from jaxpar.matmul._kept import gather_and_keep as run  # `auto` takes it on TPUs
 
-    def gathered(
-        left: Left | Quantized, rights: tuple[Num[Array, "..."], ...]
-    ) -> tuple[Num[Array, "..."], ...]:
-        return run(method, (product,) * len(rights), left, rights)
-
+    gathered = partial(run, method, tuple(products))
     # The special derivative gathers again by itself. A stationary operand is never gathered.
     stays = method.way.perform(Forms(lambda: False, lambda _: False, lambda: True))
     regather = call.gathers_again and method.left_to_jax and not stays

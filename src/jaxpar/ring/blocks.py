@@ -238,7 +238,7 @@ def group_leaves(
     Leaves `join` if they share a dtype, and differ in one dimension, not the one that is cut.
     `scales` join only each other.
     """
-    groups = _buckets(leaves, dims, size)
+    groups = _buckets(leaves, dims, scales, size)
     bucketed = {n for group in groups for n in group.members}
     # Query [d, 8, 64] and key [d, 2, 64], cut along d, travel as one array [d, 10, 64].
     left = [n for n, dim in enumerate(dims) if dim is not None and n not in bucketed]
@@ -260,11 +260,11 @@ def group_leaves(
     return tuple(groups)
 
 
-def _buckets(leaves: Leaves, dims: list[int | None], size: int) -> list[Group]:
+def _buckets(leaves: Leaves, dims: list[int | None], scales: list[bool], size: int) -> list[Group]:
     alike: dict[Any, list[int]] = {}
     for number, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is not None and x.size and _is_small(x, size) and not any(spec_of(x)):
-            key = x.dtype, jax.typeof(x).manual_axis_type.varying
+            key = x.dtype, scales[number], jax.typeof(x).manual_axis_type.varying
             alike.setdefault(key, []).append(number)
     return [
         Group(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.types import Leaf
 from jaxpar.axis.quantized import Quantized, read_as, spread
 from jaxpar.compiler.compat import optimization_barrier
@@ -44,14 +43,10 @@ def gather_scales(
 ) -> tuple[list[Array], list[Scales]]:
     """Gathers scales of blocks that will be gathered; returns values and scales."""
     # Scales arrive before values leave. Otherwise they, and the first matmul, wait for the links.
-    for x in blocks:
-        have, length = x.scales.shape[dim], x.shape[dim]
-        if have not in (1, length):
-            raise value_error(
-                f"scales have local shape {x.scales.shape} for values of {x.shape}, gathered along "
-                f"dimension {dim}: there must be {length} or 1 along it, not {have}; quantize "
-                f"along another dimension than {dim}, or repeat the scales"
-            )
+    if any(x.scales.shape[dim] not in (1, x.shape[dim]) for x in blocks):
+        from jaxpar.axis.scale_blocks import with_one_for_each
+
+        blocks = [with_one_for_each(names, x, dim) for x in blocks]
     if any(any(jax.typeof(x.scales).sharding.spec) for x in blocks):
         # Explicit axes shard another dimension: flat rows would be resharded.
         wholes = [lax.all_gather(x.scales, names, axis=dim, tiled=True) for x in blocks]
