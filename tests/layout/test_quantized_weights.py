@@ -206,6 +206,20 @@ def test_a_rule_of_scales_that_differs():
     assert rules.layout({"down": w}, mesh)["down/scales"].spec == P("tp")
 
 
+def test_scales_of_refused_values():
+    """Only the values have a problem, and its edit is for them alone."""
+    mesh, w = mesh_of("ep=3"), weight((8, 200, 48), (8, 2, 1), 128)
+    params = {"experts": {"up": w}}
+    rules = expert_parallel(params, mesh)
+    with pytest.raises(LayoutError, match=r"8 = 2 x 3 \+ 2; pad it to 9") as error:
+        rules.layout(params, mesh)
+    assert [problem.path for problem in error.value.problems] == ["experts/up/values"]
+    edit = re.search(r"pad it to 9, (Padded\('ep'\)),", error.value.problems[0].remedy)[1]
+    rules |= {"experts/up/values": (eval(edit, {"Padded": Padded}),)}
+    placed = rules.layout(params, mesh).place(params)["experts"]["up"]
+    np.testing.assert_array_equal(placed.dequantized()[:8], read(w, (1, 128, 48)))
+
+
 @pytest.mark.parametrize("entry", ["tp", Padded("tp"), ("tp",)])
 def test_a_rule_of_scales_that_agrees(entry):
     """Whether it pads follows from the values."""

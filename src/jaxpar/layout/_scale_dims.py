@@ -125,6 +125,8 @@ def laid_like_values(
     array: Shaped, values: ArrayLayout, rules: LayoutMap | None, problems: list[LayoutProblem]
 ) -> ArrayLayout | None:
     """Returns the layout of scales; adds what is wrong with it, or with rules that match them."""
+    if any(problem.path == values.path for problem in problems):
+        return None
     laid = scales_layout(array, values)
     if isinstance(laid, LayoutProblem):
         problems.append(laid)

@@ -302,7 +302,7 @@ def update_router_bias(
       with each layer's own mean.
 
     Raises:
-      ValueError: shapes differ, or `tokens_per_expert` varies over a mesh axis and the bias not.
+      ValueError: shapes differ, `rate` is no scalar, or `tokens_per_expert` varies over a mesh axis and the bias not.
 
     Cost: nothing is sent.
 
@@ -326,6 +326,9 @@ def update_router_bias(
             f"bias does not: devices would choose by different biases; sum it by jax.lax.psum(..., "
             f"{tuple(apart)})"
         )
+    step = as_array("rate", rate)
+    if step.ndim:
+        raise value_error(f"rate has local shape {step.shape}, not (); call once for each rate")
     # In integers. A mean that is no integer is between `floor` and the next. Quotients and
     # remainders are summed apart, because the sum of the counts may not fit.
     counts = tokens_per_expert
@@ -339,7 +342,7 @@ def update_router_bias(
     below = (counts < floor) | ((counts == floor) & (rest > 0))
     above = counts > floor
     sign = below.astype(bias.dtype) - above.astype(bias.dtype)
-    return bias + jnp.asarray(rate, bias.dtype) * sign
+    return bias + step.astype(bias.dtype) * sign
 
 
 # These convert between values of chosen experts and of all experts. They compare every choice with
