@@ -298,6 +298,20 @@ def test_two_kinds_of_blocks(size, even):
         np.testing.assert_array_equal(placed.dequantized(), read(w, (block, 128)))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_whole_scales_by_their_dim(check_vma):
+    """`dim` needs no dtype, nor a block."""
+    mesh, w = make_mesh("fsdp=8"), weight((320, 48), (3, 1), 128)
+    mapped = jax.shard_map(
+        lambda w: layers.fsdp_gather([w], "fsdp", dim=[Quantized(0, None)])[0].dequantized()[None],
+        mesh=mesh,
+        in_specs=(Quantized(P("fsdp"), P(), dtype="float32", block=128),),
+        out_specs=P("fsdp"),
+        check_vma=check_vma,
+    )
+    np.testing.assert_array_equal(jax.jit(mapped)(w)[5], read(w, (128, 48)))
+
+
 def test_two_kinds_along_both_dimensions():
     w = weight((192, 192), (2, 2))
     with pytest.raises(ValueError, match=r"along dimension 0 .* along dimension 1") as error:

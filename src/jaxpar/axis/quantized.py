@@ -33,8 +33,8 @@ class Quantized:
     Args:
       values: int8 or float8, in the array's shape.
       scales: floats of the values' rank: along each dimension one, one for each entry, or one for
-        each block. Along the dimension that a matmul gathers, give one for each device's block, or
-        one for each position.
+        each block. In `jax.shard_map` they are of this device's values; blocks along a dimension
+        that a matmul gathers need `check_vma=True`.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
       dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
       block: entries of a block, or those along each dimension; the last block may have fewer.

@@ -127,6 +127,15 @@ def with_scales_of_layers(stacked: Any) -> Any:
     return jax.tree.map(of_layers, stacked, is_leaf=_is_quantized)
 
 
+def in_parts(tree: Any) -> Any:
+    """Returns a tree whose quantized arrays are tuples, which fit those of any dtype."""
+
+    def of(x: Any) -> Any:
+        return (x.values, x.scales, x.exact) if _is_quantized(x) else x
+
+    return jax.tree.map(of, tree, is_leaf=_is_quantized)
+
+
 def are_whole(scales: Array, dim: int, ring: Ring, *, refused: bool = False) -> bool:
     """Returns whether a type says that each device has all scales along a gathered dimension.
 

@@ -52,13 +52,12 @@ def scatter_gradients(shards: Shards, gradients: Leaves) -> Leaves:
 
 def bind_shards(leaves: list[Any], dims: list[Any], ring: Ring, scales: list[bool]) -> Shards:
     """Binds leaves' sharding. `scales` marks quantized values' scales."""
+    from jaxpar.axis.scale_blocks import are_whole
+
     counted: list[int | None] = []
     for x, dim, of_values in zip(leaves, dims, scales, strict=True):
-        counted.append(None if dim is None else check_dim("dim", dim, x.shape))
-        if of_values and counted[-1] is not None:
-            from jaxpar.axis.scale_blocks import are_whole
-
-            counted[-1] = None if are_whole(x, counted[-1], ring) else counted[-1]
+        at = None if dim is None else check_dim("dim", dim, x.shape)
+        counted.append(None if of_values and at is not None and are_whole(x, at, ring) else at)
         if dim is not None and jnp.issubdtype(x.dtype, jnp.inexact):
             check_wire(ring.wire_dtype, x.dtype)
     cut = [x for x, dim in zip(leaves, counted, strict=True) if dim is not None]
@@ -82,12 +81,14 @@ _WHOLE = object()
 
 def broadcast_dim(dim: Any, tree: Any) -> list[Any]:
     """Returns each leaf's entry of `dim`, a prefix."""
+    from jaxpar.axis.scale_blocks import in_parts
+
     # In dim, None is an entry. In the tree, it is a place without a leaf.
     marked = jax.tree.map(
         lambda entry: _WHOLE if entry is None else entry, dim, is_leaf=lambda entry: entry is None
     )
     try:
-        dims = jax.tree.broadcast(marked, tree)
+        dims = jax.tree.broadcast(in_parts(marked), in_parts(tree))
     except ValueError as reason:
         raise value_error(
             f"dim={dim!r} is no prefix of the pytree {jax.tree.structure(tree)}: {reason}; give "

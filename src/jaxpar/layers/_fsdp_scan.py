@@ -166,7 +166,7 @@ def fsdp_scan(
     Args:
       layer_fn: `(params, x) -> x`, with full parameters. It may close over arrays, which get
         gradients too, and use collectives over any axis.
-      stacked_params: pytree of local shards `[layers, ...]`.
+      stacked_params: pytree of local shards `[layers, ...]`. Scales of all layers are `[1, ...]`.
       x: pytree of local arrays. Layers keep its shapes and dtypes.
       axis: mesh axes that shard weights, or an `Axis` as in `fsdp_gather`.
       dim: as in `fsdp_gather`, not counting the dimension of layers.
