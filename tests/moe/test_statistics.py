@@ -354,7 +354,7 @@ def test_what_is_sent():
          "or an Axis, got 3", lambda r: routing_statistics(r, 3)),
         (ValueError, r"update_router_bias: bias has local shape \(4,\) and tokens_per_expert "
          r"\(3,\)", lambda _: update_router_bias(jnp.ones(4), jnp.ones(3, "int32"))),
-        (ValueError, r"update_router_bias: rate has local shape \(3,\), not \(\); call once for each",
+        (ValueError, r"update_router_bias: rate has local shape \(3,\), not \(\); call once for ",
          lambda _: update_router_bias(jnp.ones(3), jnp.ones(3, "int32"), jnp.ones(3))),
         (TypeError, "update_router_bias: bias must be floats, got int32",
          lambda _: update_router_bias(jnp.ones(3, "int32"), jnp.ones(3, "int32"))),

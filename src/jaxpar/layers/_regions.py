@@ -48,7 +48,8 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
       >>> mesh = make_mesh("tp=8")
       >>> loss = jax.shard_map(lambda x, w: reduce_region(jnp.vdot(copy_region(x, "tp"), w), "tp"),
       ...     mesh=mesh, in_specs=(P(), P(None, "tp")), out_specs=P())
-      >>> jaxpar.jit(jax.grad(loss))(jnp.array([[3.0], [5.0]]), jnp.arange(16.0).reshape(2, 8)).ravel()
+      >>> x, w = jnp.array([[3.0], [5.0]]), jnp.arange(16.0).reshape(2, 8)
+      >>> jaxpar.jit(jax.grad(loss))(x, w).ravel()
       Array([28., 92.], dtype=float32)
 
     Source: Shoeybi et al., "Megatron-LM" (2019), operator f; `reduce_region` is its operator g.

@@ -168,7 +168,8 @@ def value(
       ...     gpipe(8, microbatches=2), "pp", has_aux=True)
       >>> evaluate = jaxpar.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P("pp"), P(), P()),
       ...     out_specs=(P(), (P(None, "pp"), P(None, "pp")))))
-      >>> loss, (of_stages, of_last) = evaluate(jnp.arange(8.0) + 1, 1.0, jnp.arange(64.0).reshape(16, 4))
+      >>> rows = jnp.arange(64.0).reshape(16, 4)
+      >>> loss, (of_stages, of_last) = evaluate(jnp.arange(8.0) + 1, 1.0, rows)
       >>> float(loss), of_stages[0].tolist()
       (1310400.0, [32.0, 32.0, 64.0, 192.0, 768.0, 3840.0, 23040.0, 161280.0])
     """
