@@ -302,7 +302,8 @@ def update_router_bias(
       with each layer's own mean.
 
     Raises:
-      ValueError: shapes differ, `rate` is no scalar, or `tokens_per_expert` varies over a mesh axis and the bias not.
+      ValueError: shapes differ, `rate` is no scalar, or `tokens_per_expert` varies over a mesh axis
+        and the bias not.
 
     Cost: nothing is sent.
 
