@@ -34,6 +34,9 @@ from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
 OPTIONS = "mode", "wire_dtype", "backward", "keep_gathered", "gather_dtype"
+OF_MATMULS = "backward", "keep_gathered"
+ALL_BUT_MODE_AND_WIRE = *OF_MATMULS, "gather_dtype"
+ALL_BUT_WIRE = "mode", *ALL_BUT_MODE_AND_WIRE
 MODES: tuple[Mode, ...] = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
@@ -248,7 +251,7 @@ def bind(
     *,
     mode: Any = None,
     wire_dtype: Any = None,
-    refuses: Sequence[str] = ("gather_dtype",),
+    refuses: Sequence[str] = ALL_BUT_MODE_AND_WIRE,
 ) -> Ring:
     """Returns the ring over `axis`, the user's `argument`.
 
@@ -292,7 +295,8 @@ def bind_any(axes: AxisLike, argument: str = "axis", **options: Any) -> Ring:
 def _check_options(axis: Axis, refused: Sequence[str], argument: str) -> Axis:
     """Refuses options that would have no effect on the user's `argument`."""
     for option in refused:
-        if str(value := getattr(axis, option)) not in ("None", "auto", "naive"):
+        value = getattr(axis, option)
+        if value is not None and (option, value) not in (("mode", "auto"), ("mode", "naive")):
             use = ", and cast the operand" if option == "gather_dtype" else ""
             use = f"has no effect here; give its names alone, {axis.names}{use}"
             raise value_error(f"{argument} has {option}={value}, which {use}")

@@ -17,7 +17,7 @@ from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_who
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
+from jaxpar.axis.axis import ALL_BUT_WIRE, OPTIONS, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import (
@@ -125,7 +125,8 @@ def mean_value_and_grad(
     limit = check_bucket(bucket_bytes)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring, apart = bind_any(axis), bind_any(groups, "groups", refuses=OPTIONS)
+        ring = bind_any(axis, refuses=ALL_BUT_WIRE)
+        apart = bind_any(groups, "groups", refuses=OPTIONS)
         _check_apart(ring, apart)
         checked = checks_varying(manual_axes())
         params = as_arrays("params", params)

@@ -18,11 +18,9 @@ from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree
-from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.axis import ALL_BUT_WIRE, OPTIONS, AxisLike, Ring, bind
 from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar.compiler.compat import all_gather
-
-_NO_SUM = "wire_dtype", "gather_dtype"
 
 
 @public
@@ -31,8 +29,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of local arrays, replicated over `axis`.
-      axis: mesh axes, or an `Axis`. A `wire_dtype` is used only if it is wider than a leaf's dtype,
-        and a mode has no effect.
+      axis: mesh axes, or an `Axis` with a `wire_dtype`, used only if wider than a leaf's dtype.
 
     Returns:
       `x`, typed as varying over `axis`. The derivative is a `lax.psum` over axes over which x did
@@ -54,7 +51,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
     Source: Shoeybi et al., "Megatron-LM" (2019), operator f; `reduce_region` is its operator g.
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=ALL_BUT_WIRE)
 
     def copy(x: Array) -> Array:
         return vary_on_wire(ring.names, x, ring.wire_dtype).astype(x.dtype)
@@ -68,7 +65,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
 
     Args:
       x: pytree of partial sums.
-      axis: mesh axes, or an `Axis` with a `wire_dtype`. Sums are always `lax.psum`s.
+      axis: mesh axes, or an `Axis` with a `wire_dtype` alone. Sums are always `lax.psum`s.
 
     Returns:
       The sum, in the dtype of x. Under `check_vma=True` it is typed as replicated, and the
@@ -86,7 +83,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=ALL_BUT_WIRE)
     x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
@@ -105,7 +102,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local blocks.
-      axis: mesh axes. The gather is always a `lax.all_gather`.
+      axis: mesh axes, without options. The gather is always a `lax.all_gather`.
       dim: the dimension to join, in logical order.
 
     Returns:
@@ -125,7 +122,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> whole(jnp.arange(8.0))
       Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
     """
-    ring = bind(axis, refuses=_NO_SUM)
+    ring = bind(axis, refuses=OPTIONS)
     x = as_arrays("x", x)
     dims = jax.tree.map(lambda leaf: check_dim("dim", dim, leaf.shape), x)
     check_own_leaves("x", x, ring, "a block")
@@ -138,7 +135,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
     Args:
       x: pytree of local arrays, usually replicated over `axis`.
-      axis: mesh axes. A mode has no effect.
+      axis: mesh axes, without options.
       dim: the dimension to cut, in logical order.
 
     Returns:
@@ -158,7 +155,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> blocks(jnp.arange(8.0))
       Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
     """
-    ring = bind(axis, refuses=_NO_SUM)
+    ring = bind(axis, refuses=OPTIONS)
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)

@@ -23,7 +23,7 @@ from jaxpar.arguments.checks_of_layers import (
 )
 from jaxpar.arguments.dtypes import addition_dtype, check_wire, sum_dtype
 from jaxpar.arguments.types import Integer, Number
-from jaxpar.axis.axis import AxisLike, bind
+from jaxpar.axis.axis import OPTIONS, AxisLike, bind
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.compiler.compat import psum_scatter
@@ -42,7 +42,8 @@ def vocab_parallel_embedding(
       tokens: local integers `[..., s]`, replicated over `axis`.
       table: local `[v/n, d]`, rows in logical order. The last rows may be padding that no token
         names.
-      axis: mesh axes. Sums are always `lax.psum` or `lax.psum_scatter`, in the table's dtype.
+      axis: mesh axes, without options. Sums are `lax.psum` or `lax.psum_scatter`, in the table's
+        dtype.
       sequence_dim: as in `row_parallel_linear`.
 
     Returns:
@@ -66,7 +67,7 @@ def vocab_parallel_embedding(
       >>> embed(jnp.array([2, 15, -1, 0, 7, 7, 3, 1]), jnp.arange(16.0)[:, None]).ravel()
       Array([ 2., 15.,  0.,  0.,  7.,  7.,  3.,  1.], dtype=float32)
     """
-    ring = bind(axis)
+    ring = bind(axis, refuses=OPTIONS)
     tokens, table = as_integers("tokens", tokens), as_array("table", table, "sum")
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:

@@ -134,7 +134,7 @@ def matmul_reduce_scatter(
     labels = matmul_labels(lhs, rhs)
     result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
     label = labels.out[check_dim("dim", dim, result_shape)]
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=("gather_dtype",))
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.scatter(call, label, lhs, rhs)
 
@@ -182,7 +182,7 @@ def matmul_all_reduce(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype)
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=("gather_dtype",))
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.all_reduce(call, lhs, rhs)
 

@@ -141,7 +141,7 @@ def moe_layer(
     Source: Shazeer et al., "Outrageously large neural networks" (2017); Gale et al., "MegaBlocks"
     (2022), for dropless experts; Qwen2 (2024), for the gate of shared experts.
     """
-    axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis)
+    axes = bind_axes(axis, data_axis, tp_axis, sequence_dim, fsdp_axis, dispatch)
     tokens, routed = as_array("tokens", tokens), expert_arrays(experts)
     fused = None if shared is None else expert_arrays(shared, "shared")
     check_own_rows(tokens, axes)

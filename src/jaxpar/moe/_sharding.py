@@ -17,7 +17,16 @@ from jaxpar.arguments.checks import as_array, check_own, check_whole
 from jaxpar.arguments.checks_of_layers import check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind, bind_any
+from jaxpar.axis.axis import (
+    ALL_BUT_MODE_AND_WIRE,
+    ALL_BUT_WIRE,
+    OF_MATMULS,
+    OPTIONS,
+    AxisLike,
+    Ring,
+    bind,
+    bind_any,
+)
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import AUTO, DISPATCHES
@@ -62,13 +71,18 @@ def bind_axes(
     tp_axis: AxisLike | None,
     sequence_dim: Any,
     fsdp_axis: AxisLike | None,
+    dispatch: str,
 ) -> Axes:
+    def refused(by_mode: bool) -> tuple[str, ...]:
+        return ALL_BUT_MODE_AND_WIRE if by_mode else ALL_BUT_WIRE
+
     data = bind_any(() if data_axis is None else data_axis, "data_axis", refuses=OPTIONS)
-    rings = {"axis": bind(axis), "data_axis": data}
+    of_axis = refused(dispatch != "ragged")
+    rings = {"axis": bind(axis, refuses=of_axis), "data_axis": data}
     if tp_axis is not None and tp_axis not in ((), []):
-        rings["tp_axis"] = bind(tp_axis, "tp_axis")
+        rings["tp_axis"] = bind(tp_axis, "tp_axis", refuses=refused(sequence_dim is not None))
     if fsdp_axis is not None:
-        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", refuses=())
+        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", refuses=OF_MATMULS)
     for (key, ring), (other, following) in combinations(rings.items(), 2):
         twice = [name for name in ring.names if name in following.names]
         # The axes of fsdp may be data axes too, because they often shard tokens.

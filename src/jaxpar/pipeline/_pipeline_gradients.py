@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
 from jaxpar.arguments.trees import as_arrays
-from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.axis import ALL_BUT_WIRE, AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_over
 from jaxpar.layers._gradients import check_parameters, cut_batch, mean_loss, mean_value_and_grad
 from jaxpar.layers._reduction import check_own_shards, sharded_axes
@@ -260,11 +260,10 @@ def _callable(
 
 def _rings(axis: AxisLike, batch_axes: AxisLike) -> tuple[Ring, Ring]:
     """Returns the pipeline's ring, and that of all axes over which losses are spread."""
-    refused = "mode", "backward", "keep_gathered", "gather_dtype"
-    ring = bind(axis, refuses=refused)
+    ring = bind(axis, refuses=ALL_BUT_WIRE)
     if batch_axes in ((), []):
         return ring, ring
-    more = bind(batch_axes, "batch_axes", refuses=refused)
+    more = bind(batch_axes, "batch_axes", refuses=ALL_BUT_WIRE)
     if twice := sorted(set(ring.names) & set(more.names)):
         raise value_error(
             f"axis and batch_axes both have {twice}; leave it out of batch_axes: microbatches are "
