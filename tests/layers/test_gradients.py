@@ -659,3 +659,9 @@ def test_operators_of_one_s_own_under_check_vma_false(ends, shares):
     expected = jax.grad(whole)(p, x)
     shares = {"scale": shares[0], "in": shares[1], "out": shares[1]}
     close(jax.jit(step)(p, x)[1], jax.tree.map(jnp.multiply, expected, shares))
+
+
+@pytest.mark.parametrize("flag", [None, 1, "yes", np.False_])
+def test_has_aux_is_a_flag(flag):
+    with pytest.raises(TypeError, match="^mean_value_and_grad: has_aux must be True or False, got"):
+        mean_value_and_grad(lambda w, x: (w, 1), "dp", has_aux=flag)

@@ -355,3 +355,29 @@ def test_the_wire_of_both_axes(check_vma):
     for one, truth in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         worst = np.abs(one - truth).max() / np.abs(truth).max()
         assert 1e-5 < worst < 4 * 2**-8
+
+
+# -- flags and specs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [value, value_and_grad])
+@pytest.mark.parametrize("flag", [None, 1, "", np.True_])
+def test_has_aux_is_a_flag(of, flag):
+    with pytest.raises(TypeError, match=f"^{of.__name__}: has_aux must be True or False, got"):
+        traced(pipeline_of(of, has_aux=flag))
+
+
+@pytest.mark.parametrize("of", [value, value_and_grad])
+@pytest.mark.parametrize("dim", [None, 1.0, True])
+def test_last_dim_is_an_integer(of, dim):
+    with pytest.raises(TypeError, match=f"^{of.__name__}: last_dim must be an integer, got {dim}"):
+        traced(pipeline_of(of, last_dim=dim))
+
+
+@pytest.mark.parametrize("specs", [(P("pp"), None), (None, P()), (None, None), None])
+def test_specs_of_one_of_the_two(specs):
+    """Types say the rest under `check_vma=True`, in both functions alike."""
+    loss = jax.jit(mapped(pipeline_of(value, specs=specs), out=P()))(LAYERS, SHARED, BATCH)
+    found = jax.jit(mapped(pipeline_of(specs=specs)))(LAYERS, SHARED, BATCH)
+    wanted = jax.value_and_grad(on_one_device)((LAYERS, SHARED))
+    close((loss, found), (wanted[0], wanted))

@@ -33,10 +33,9 @@ from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
-OPTIONS = "mode", "wire_dtype", "backward", "keep_gathered", "gather_dtype"
-OF_MATMULS = "backward", "keep_gathered"
-ALL_BUT_MODE_AND_WIRE = *OF_MATMULS, "gather_dtype"
-ALL_BUT_WIRE = "mode", *ALL_BUT_MODE_AND_WIRE
+OF_MATMULS = "mode", "wire_dtype", "backward", "keep_gathered"
+OF_FSDP = "mode", "wire_dtype", "gather_dtype"
+OPTIONS = *OF_MATMULS, "gather_dtype"
 MODES: tuple[Mode, ...] = ("naive", "stationary", *CHUNKED, *IN_TURNS, "auto")
 
 
@@ -53,8 +52,8 @@ else:
 class Axis:
     """Mesh axes, and how data travel over them.
 
-    Functions take a string, a tuple, a list or an `Axis`. A function's own argument, such as
-    `mode`, overrides that of the `Axis`.
+    Functions take a string, a tuple, a list or an `Axis`, and refuse options without effect. A
+    function's own argument, such as `mode`, overrides that of the `Axis`.
 
     Args:
       names: a mesh axis, or several in any order. Logical indices count in this order, as in
@@ -62,13 +61,11 @@ class Axis:
       mode: the algorithm.
 
         - `"naive"`: a collective of `jax.lax`, before or after one matmul
-        - `"stationary"`: in matmuls, the other operand and the result travel; elsewhere as
-          `"naive"`
+        - `"stationary"`: in matmuls, the other operand and the result travel; else as `"naive"`
         - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: one ring for each axis; a single axis of a `make_mesh` mesh may have
-          several. On a torus, rings share no link. Matmuls may instead use equally long axes one at
-          a time, if predicted to be faster.
+        - `"multi-ring"`: one ring for each axis; an axis of a `make_mesh` mesh may have several. On a
+          torus, rings share no link. Matmuls may use equally long axes one by one, if faster.
         - `"auto"`: in matmuls and ring attention, the mode predicted to be fastest for each pass
           (naive on CPUs and unknown chips); elsewhere as each function says
 
@@ -79,15 +76,14 @@ class Axis:
         ignore the rounding.
       keep_gathered: whether a matmul saves the gathered operand for its derivative.
 
-        - True: all but chunked modes save it. Layers with an `fsdp_axis` gather weights again.
+        - True: all but chunked modes save it.
         - False: it is gathered again (`"stationary"` gathers nothing).
         - None: it is saved if both passes are `"naive"`, or by `"auto"` on TPUs unless it chooses
           chunks. Otherwise, and in FSDP, it is gathered again.
 
-      gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used. Only
-        `fsdp_*` functions, an `fsdp_axis`, and matmuls that gather accept it. Gradients are summed
-        and returned in the shards' dtype, and sent in it unless there is a `wire_dtype`. None: the
-        shards' dtype.
+      gather_dtype: dtype, of 16 bits or more, in which sharded weights are gathered and used.
+        Gradients are summed and returned in the shards' dtype, and sent in it unless there is a
+        `wire_dtype`. None: the shards' dtype.
 
     Raises:
       ValueError: there is no name, a name is repeated, or a mode is unknown.
@@ -251,16 +247,16 @@ def bind(
     *,
     mode: Any = None,
     wire_dtype: Any = None,
-    refuses: Sequence[str] = ALL_BUT_MODE_AND_WIRE,
+    takes: Sequence[str] = ("mode", "wire_dtype"),
 ) -> Ring:
     """Returns the ring over `axis`, the user's `argument`.
 
-    A `mode` is for both passes. Options of an `Axis` that the caller `refuses` must not be given.
+    A `mode` is for both passes. An `Axis` must have no options but those that the caller `takes`.
     """
     if isinstance(axis, Ring):  # bound already
         return axis
     given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
-    _check_options(given, refuses, argument)
+    _check_options(given, takes, argument)
     if mode is not None:
         check_among("mode", mode, MODES)
     mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
@@ -292,11 +288,11 @@ def bind_any(axes: AxisLike, argument: str = "axis", **options: Any) -> Ring:
     return Ring((), size=1) if axes in ((), []) else bind(axes, argument, **options)
 
 
-def _check_options(axis: Axis, refused: Sequence[str], argument: str) -> Axis:
+def _check_options(axis: Axis, takes: Sequence[str], argument: str) -> Axis:
     """Refuses options that would have no effect on the user's `argument`."""
-    for option in refused:
-        value = getattr(axis, option)
-        if value is not None and (option, value) not in (("mode", "auto"), ("mode", "naive")):
+    for option in OPTIONS:
+        idle = ("None", "auto", "naive") if option == "mode" else ("None",)
+        if str(value := getattr(axis, option)) not in idle and option not in takes:
             use = ", and cast the operand" if option == "gather_dtype" else ""
             use = f"has no effect here; give its names alone, {axis.names}{use}"
             raise value_error(f"{argument} has {option}={value}, which {use}")
@@ -304,7 +300,7 @@ def _check_options(axis: Axis, refused: Sequence[str], argument: str) -> Axis:
 
 
 def axis_names(axis: Any, argument: str = "axis") -> tuple[str, ...]:
-    names = _check_options(axis, OPTIONS, argument).names if isinstance(axis, Axis) else axis
+    names = _check_options(axis, (), argument).names if isinstance(axis, Axis) else axis
     names = (names,) if isinstance(names, str) else names
     names = tuple(names) if isinstance(names, list) else names
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int32, Shaped
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import addition_dtype
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
 
@@ -202,7 +202,7 @@ def ragged_all_to_all(
     Source: `jax.lax.ragged_all_to_all`, whose derivative with respect to `output` is wrong for
     empty slices.
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
     operand, output = as_array("operand", operand, ""), as_array("output", output, "")
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     named = zip(Slices._fields, given, strict=True)

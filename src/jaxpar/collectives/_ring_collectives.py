@@ -15,7 +15,7 @@ from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.dtypes import WireLike, check_wire, summed_as
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Mode, Tree
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import vary_alike
 from jaxpar.choose.choice import choose_way
@@ -51,7 +51,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
       >>> shift(jnp.arange(8))
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
     given: Any = None if isinstance(offset, bool) else offset
     try:
         places = operator.index(given)

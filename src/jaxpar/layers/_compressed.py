@@ -15,7 +15,7 @@ from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
-from jaxpar.axis.axis import ALL_BUT_WIRE, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import read_as
 from jaxpar.axis.rounding import check_chance, codes_of
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
@@ -81,7 +81,7 @@ def reduce_compressed_gradients(
     Source: Seide et al., "1-bit stochastic gradient descent" (2014); Karimireddy et al., "Error
     feedback fixes SignSGD" (2019); Wang et al., "ZeRO++" (2023).
     """
-    ring = bind(axis, refuses=ALL_BUT_WIRE)
+    ring = bind(axis, takes=("wire_dtype",))
     wire = ring.wire_dtype
     how = LowBit("int8", COLUMNS) if wire is None else gathered_by(wire, "float32")
     if how is None:

@@ -18,7 +18,7 @@ from jaxpar.arguments.dtypes import check_wire, loses_parts
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree, TreeDim
-from jaxpar.axis.axis import OF_MATMULS, AxisLike, Ring, bind
+from jaxpar.axis.axis import OF_FSDP, OPTIONS, AxisLike, Ring, bind
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
@@ -138,7 +138,7 @@ def fsdp_gather(tree: Tree, axis: AxisLike, *, dim: TreeDim = 0) -> Tree:
     """
     tree = as_arrays("tree", tree)
     leaves, treedef = jax.tree.flatten(tree)
-    dims, ring = broadcast_dim(dim, tree), bind(axis, refuses=OF_MATMULS)
+    dims, ring = broadcast_dim(dim, tree), bind(axis, takes=OF_FSDP)
     shards = bind_shards(leaves, dims, ring, scales_among(tree))
     check_own_leaves("tree", tree, ring, "a shard", OR_WHOLE, dims)
     from jaxpar.axis.scale_blocks import told_blocks
@@ -224,7 +224,7 @@ def fsdp_linear(
     x, weight = as_array("x", x), as_operand("w", w)
     labels = matmul_labels(x, weight)
     label = labels.rhs[check_dim("dim", dim, weight.shape)]
-    call = _einsum.make_call(labels, bind(axis, refuses=()), preferred_element_type, precision)
+    call = _einsum.make_call(labels, bind(axis, takes=OPTIONS), preferred_element_type, precision)
     call = replace(call, regather=True, names=("x", "w"))
     (y,) = _einsum.gather(call, "rhs", label, x, (weight,))
     if bias is None:

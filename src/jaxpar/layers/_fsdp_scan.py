@@ -18,7 +18,7 @@ from jaxpar.arguments.checks import check_uncast
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree, TreeDim
-from jaxpar.axis.axis import OF_MATMULS, AxisLike, bind
+from jaxpar.axis.axis import OF_FSDP, AxisLike, bind
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.scale_blocks import told_blocks, with_scales_of_layers
 from jaxpar.axis.varying import vary_over, varying_axes
@@ -203,7 +203,7 @@ def fsdp_scan(
     count = _count_layers(stacked)
     own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
-    ring = bind(axis, refuses=OF_MATMULS)
+    ring = bind(axis, takes=OF_FSDP)
     shards = bind_shards(own, dims, ring, scales_among(stacked_params))
     check_own_leaves("stacked_params", stacked_params, ring, "a shard", OR_WHOLE, dims)
 

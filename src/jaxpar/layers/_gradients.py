@@ -16,8 +16,8 @@ from jaxpar.arguments.calls import of_user, public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
-from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import ALL_BUT_WIRE, OPTIONS, AxisLike, Ring, bind, bind_any
+from jaxpar.arguments.types import Flag, Integer
+from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import (
@@ -58,7 +58,7 @@ def mean_loss(loss_sum: Any, weight: Any, axis: AxisLike) -> Array:
       >>> mean(jnp.arange(16.0))
       Array(7.5, dtype=float32)
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
     loss, weight = _check_scalars(loss_sum, weight)
     check_own("loss_sum", loss, ring, "a share", SHARE, operand=False)
     total = lax.stop_gradient(_total(widened(weight), ring))
@@ -74,7 +74,7 @@ def mean_value_and_grad(
     groups: AxisLike = (),
     microbatches: Integer = 1,
     bucket_bytes: Any = None,
-    has_aux: bool = False,
+    has_aux: Flag = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a function that computes the mean loss and its gradient inside `jax.shard_map`.
 
@@ -122,11 +122,11 @@ def mean_value_and_grad(
       (1.75, Array([0.  , 0.25, 0.5 , 0.75], dtype=float32))
     """
     parts = check_whole("microbatches", microbatches, 1)
-    limit = check_bucket(bucket_bytes)
+    limit, has_aux = check_bucket(bucket_bytes), check_flag("has_aux", has_aux)
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
-        ring = bind_any(axis, refuses=ALL_BUT_WIRE)
-        apart = bind_any(groups, "groups", refuses=OPTIONS)
+        ring = bind_any(axis, takes=("wire_dtype",))
+        apart = bind_any(groups, "groups", takes=())
         _check_apart(ring, apart)
         checked = checks_varying(manual_axes())
         params = as_arrays("params", params)
@@ -280,6 +280,12 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped
     if jnp.iscomplexobj(weight):
         raise type_error(f"weight must be a real number, got {weight.dtype}; take its real part")
     return loss, weight
+
+
+def check_flag(argument: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise type_error(f"{argument} must be True or False, got {given!r}")
+    return given
 
 
 def check_parameters(argument: str, tree: Any, remedy: str) -> None:

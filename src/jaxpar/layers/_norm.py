@@ -17,7 +17,7 @@ from jaxpar.arguments.checks_of_layers import check_number
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Number
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_wide, varying_axes
 
 _MOMENTS = "jaxpar_moments"
@@ -139,7 +139,7 @@ def _like(
 
 
 def _check(x: Array, axis: AxisLike | None, **parameters: Array) -> _Features:
-    ring = None if axis is None else bind(axis, refuses=OPTIONS)
+    ring = None if axis is None else bind(axis, takes=())
     if x.ndim < 1:
         raise value_error("x must be [..., d], got an array without dimensions")
     for name, array in {"x": x, **parameters}.items():

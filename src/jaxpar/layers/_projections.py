@@ -14,7 +14,7 @@ from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.checks_of_layers import check_sequence_dim
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import OF_MATMULS, AxisLike, Ring, bind
+from jaxpar.axis.axis import OF_FSDP, OF_MATMULS, AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.row_chunks import choose_row_chunks
@@ -220,8 +220,8 @@ def bind_projection(
     fsdp_axis: AxisLike | None,
     options: Options,
 ) -> Projection:
-    ring = bind(axis, refuses=("gather_dtype",))
-    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", refuses=OF_MATMULS)
+    ring = bind(axis, takes=OF_MATMULS)
+    fsdp = None if fsdp_axis is None else bind(fsdp_axis, "fsdp_axis", takes=OF_FSDP)
     shared = set(ring.names) & set(fsdp.names if fsdp else ())
     if shared:
         raise value_error(

@@ -17,7 +17,7 @@ from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree
-from jaxpar.axis.axis import ALL_BUT_WIRE, OPTIONS, AxisLike, Ring, bind, bind_any
+from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 
@@ -59,7 +59,7 @@ def reduce_gradients(
 
     Source: Li et al., "PyTorch distributed" (VLDB 2020).
     """
-    ring = bind(axis, refuses=ALL_BUT_WIRE)
+    ring = bind(axis, takes=("wire_dtype",))
     limit = check_bucket(bucket_bytes)
     leaves, treedef = jax.tree.flatten(as_arrays("grads", grads, "sum"))
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
@@ -97,9 +97,7 @@ def global_norm(tree: Any, *, specs: Any = None, groups: AxisLike = ()) -> Array
     """
     tree = as_arrays("tree", tree, "norm")
     squares: dict[tuple[str, ...], Array] = {}
-    axes_of_leaves = sharded_axes(
-        "tree", tree, specs, bind_any(groups, "groups", refuses=OPTIONS).names
-    )
+    axes_of_leaves = sharded_axes("tree", tree, specs, bind_any(groups, "groups", takes=()).names)
     for leaf, axes in zip(jax.tree.leaves(tree), axes_of_leaves, strict=True):
         exact = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # squares of integers would overflow
         wide = jnp.abs(leaf.astype("float32" if exact else addition_dtype(leaf.dtype)))

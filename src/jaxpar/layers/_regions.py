@@ -18,7 +18,7 @@ from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree
-from jaxpar.axis.axis import ALL_BUT_WIRE, OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar.compiler.compat import all_gather
 
@@ -51,7 +51,7 @@ def copy_region(x: Tree, axis: AxisLike) -> Tree:
 
     Source: Shoeybi et al., "Megatron-LM" (2019), operator f; `reduce_region` is its operator g.
     """
-    ring = bind(axis, refuses=ALL_BUT_WIRE)
+    ring = bind(axis, takes=("wire_dtype",))
 
     def copy(x: Array) -> Array:
         return vary_on_wire(ring.names, x, ring.wire_dtype).astype(x.dtype)
@@ -83,7 +83,7 @@ def reduce_region(x: Tree, axis: AxisLike) -> Tree:
       >>> total(jnp.arange(8.0))
       Array([28.], dtype=float32)
     """
-    ring = bind(axis, refuses=ALL_BUT_WIRE)
+    ring = bind(axis, takes=("wire_dtype",))
     x = as_arrays("x", x, "sum")
     for leaf in jax.tree.leaves(x):
         check_wire(ring.wire_dtype, leaf.dtype)
@@ -122,7 +122,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> whole(jnp.arange(8.0))
       Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
     x = as_arrays("x", x)
     dims = jax.tree.map(lambda leaf: check_dim("dim", dim, leaf.shape), x)
     check_own_leaves("x", x, ring, "a block")
@@ -155,7 +155,7 @@ def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
       >>> blocks(jnp.arange(8.0))
       Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
 
     def scatter(x: Array) -> Array:
         along = check_dim("dim", dim, x.shape)

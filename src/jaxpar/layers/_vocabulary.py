@@ -23,7 +23,7 @@ from jaxpar.arguments.checks_of_layers import (
 )
 from jaxpar.arguments.dtypes import addition_dtype, check_wire, sum_dtype
 from jaxpar.arguments.types import Integer, Number
-from jaxpar.axis.axis import OPTIONS, AxisLike, bind
+from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.compiler.compat import psum_scatter
@@ -67,7 +67,7 @@ def vocab_parallel_embedding(
       >>> embed(jnp.array([2, 15, -1, 0, 7, 7, 3, 1]), jnp.arange(16.0)[:, None]).ravel()
       Array([ 2., 15.,  0.,  0.,  7.,  7.,  3.,  1.], dtype=float32)
     """
-    ring = bind(axis, refuses=OPTIONS)
+    ring = bind(axis, takes=())
     tokens, table = as_integers("tokens", tokens), as_array("table", table, "sum")
     check_replicated("tokens", tokens, ring)
     if table.ndim != 2:

@@ -12,7 +12,7 @@ from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import WireLike
 from jaxpar.arguments.types import Integer, Label, Mode, Operand, Subscripts, Weights
-from jaxpar.axis.axis import AxisLike, bind
+from jaxpar.axis.axis import OF_MATMULS, OPTIONS, AxisLike, bind
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels
@@ -80,7 +80,7 @@ def all_gather_matmul(
     labels = matmul_labels(lhs, *weights)
     letters, operand = (labels.lhs, lhs) if gather == "lhs" else (labels.rhs, weights[0])
     label = letters[check_dim("dim", dim, operand.shape)]
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=())
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, takes=OPTIONS)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     results: Any = _einsum.gather(call, gather, label, lhs, weights)
     return results if isinstance(rhs, tuple) else results[0]
@@ -134,7 +134,7 @@ def matmul_reduce_scatter(
     labels = matmul_labels(lhs, rhs)
     result_shape = (*lhs.shape[:-1], *rhs.shape[1:])
     label = labels.out[check_dim("dim", dim, result_shape)]
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=("gather_dtype",))
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, takes=OF_MATMULS)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.scatter(call, label, lhs, rhs)
 
@@ -182,7 +182,7 @@ def matmul_all_reduce(
     """
     lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
     labels = matmul_labels(lhs, rhs)
-    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, refuses=("gather_dtype",))
+    ring = bind(axis, mode=mode, wire_dtype=wire_dtype, takes=OF_MATMULS)
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     return _einsum.all_reduce(call, lhs, rhs)
 
@@ -241,7 +241,7 @@ def collective_einsum(
         _check_text(argument, given)
     labels = parse_labels(subscripts)
     ring = bind(
-        axis, mode=mode, wire_dtype=wire_dtype, refuses=() if scatter is None else ("gather_dtype",)
+        axis, mode=mode, wire_dtype=wire_dtype, takes=OPTIONS if scatter is None else OF_MATMULS
     )
     call = _einsum.make_call(labels, ring, preferred_element_type, precision)
     lhs, weights = as_operand("lhs", lhs), _as_operands(rhs)

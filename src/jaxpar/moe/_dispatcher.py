@@ -17,7 +17,7 @@ from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.checks_of_layers import as_integers, as_signed
 from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Integer, Leaf, Tree
-from jaxpar.axis.axis import OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key
@@ -88,7 +88,7 @@ class RaggedDispatcher:
 
         Cost: an all-gather of n integers, and sorts of `t k` integers.
         """
-        ring = bind(axis, refuses=OPTIONS)
+        ring = bind(axis, takes=())
         ids = as_integers("target_device_ids", target_device_ids)
         if ids.ndim not in (1, 2):
             raise value_error(

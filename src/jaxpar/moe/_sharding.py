@@ -17,16 +17,7 @@ from jaxpar.arguments.checks import as_array, check_own, check_whole
 from jaxpar.arguments.checks_of_layers import check_number, check_replicated
 from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer
-from jaxpar.axis.axis import (
-    ALL_BUT_MODE_AND_WIRE,
-    ALL_BUT_WIRE,
-    OF_MATMULS,
-    OPTIONS,
-    AxisLike,
-    Ring,
-    bind,
-    bind_any,
-)
+from jaxpar.axis.axis import OF_FSDP, AxisLike, Ring, bind, bind_any
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import AUTO, DISPATCHES
@@ -73,16 +64,14 @@ def bind_axes(
     fsdp_axis: AxisLike | None,
     dispatch: str,
 ) -> Axes:
-    def refused(by_mode: bool) -> tuple[str, ...]:
-        return ALL_BUT_MODE_AND_WIRE if by_mode else ALL_BUT_WIRE
-
-    data = bind_any(() if data_axis is None else data_axis, "data_axis", refuses=OPTIONS)
-    of_axis = refused(dispatch != "ragged")
-    rings = {"axis": bind(axis, refuses=of_axis), "data_axis": data}
+    data = bind_any(() if data_axis is None else data_axis, "data_axis", takes=())
+    takes = ("wire_dtype",) if dispatch == "ragged" else ("mode", "wire_dtype")
+    rings = {"axis": bind(axis, takes=takes), "data_axis": data}
     if tp_axis is not None and tp_axis not in ((), []):
-        rings["tp_axis"] = bind(tp_axis, "tp_axis", refuses=refused(sequence_dim is not None))
+        takes = ("wire_dtype",) if sequence_dim is None else ("mode", "wire_dtype")
+        rings["tp_axis"] = bind(tp_axis, "tp_axis", takes=takes)
     if fsdp_axis is not None:
-        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", refuses=OF_MATMULS)
+        rings["fsdp_axis"] = bind(fsdp_axis, "fsdp_axis", takes=OF_FSDP)
     for (key, ring), (other, following) in combinations(rings.items(), 2):
         twice = [name for name in ring.names if name in following.names]
         # The axes of fsdp may be data axes too, because they often shard tokens.
@@ -93,13 +82,8 @@ def bind_axes(
             )
     if sequence_dim is not None:
         check_whole("sequence_dim", sequence_dim)
-    return Axes(
-        rings["axis"],
-        data.names,
-        rings.get("tp_axis"),
-        sequence_dim is not None,
-        rings.get("fsdp_axis"),
-    )
+    tensor, fsdp = rings.get("tp_axis"), rings.get("fsdp_axis")
+    return Axes(rings["axis"], data.names, tensor, sequence_dim is not None, fsdp)
 
 
 def check_own_rows(tokens: Array, axes: Axes) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int32, Num
 from jaxpar.arguments.calls import public, readable, value_error
 from jaxpar.arguments.checks import as_array, check_own
 from jaxpar.arguments.types import Integer, Values
-from jaxpar.axis.axis import OPTIONS, AxisLike, bind_any
+from jaxpar.axis.axis import AxisLike, bind_any
 from jaxpar.axis.varying import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 
@@ -82,7 +82,7 @@ def routing_statistics(
       Array([16, 16,  0,  0], dtype=int32)
     """
     routing = as_routing(routing)
-    ring = bind_any(axis, refuses=OPTIONS)
+    ring = bind_any(axis, takes=())
     if ring.names:
         check_own("routing", routing, ring, "tokens", "leave out of axis where all have them")
     return statistics_of(routing, ring.names, mask, overflow)
@@ -153,7 +153,7 @@ def load_balance_loss(
 
     Source: Fedus et al., "Switch transformers" (2021).
     """
-    routing, axes = as_routing(routing), bind_any(axis, refuses=OPTIONS).names
+    routing, axes = as_routing(routing), bind_any(axis, takes=()).names
     counted = _counted(routing, mask)
     tokens, counts = _sums(axes, _count(counted), _tokens_per_expert(routing, counted))
     scores = _normalized(routing.scores, counted)
@@ -187,7 +187,7 @@ def router_z_loss(
 
     Source: Zoph et al., "ST-MoE" (2022).
     """
-    routing, axes = as_routing(routing), bind_any(axis, refuses=OPTIONS).names
+    routing, axes = as_routing(routing), bind_any(axis, takes=()).names
     counted = _counted(routing, mask)
     (tokens,) = _sums(axes, _count(counted))
     (total,) = _sums(axes, jnp.sum(_z_losses(routing, counted)))

@@ -12,10 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
+from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.trees import as_arrays
-from jaxpar.axis.axis import ALL_BUT_WIRE, AxisLike, Ring, bind
+from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.varying import vary_over
-from jaxpar.layers._gradients import check_parameters, cut_batch, mean_loss, mean_value_and_grad
+from jaxpar.layers._gradients import (
+    check_flag,
+    check_parameters,
+    cut_batch,
+    mean_loss,
+    mean_value_and_grad,
+)
 from jaxpar.layers._reduction import check_own_shards, sharded_axes
 from jaxpar.pipeline._pipeline_schedule import PipelineSchedule
 from jaxpar.pipeline._pipelined import Pipeline, evaluated, pipelined
@@ -208,7 +215,8 @@ class _Given:
     ) -> Pipeline:
         names = "stage_fn", "first_fn", "last_fn"
         stage, first, last = map(of_user, functions, names)
-        stage = _checked(stage, has_aux)
+        stage = _checked(stage, check_flag("has_aux", has_aux))
+        check_whole("last_dim", last_dim)
         how = schedule, self.ring, last_dim, has_aux, self.params, self.over
         return Pipeline(stage, first, last, *how)
 
@@ -241,7 +249,7 @@ def _callable(
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)
         closed = params if differentiates else {}
-        pair = None if specs is None else pair
+        pair = None if any(spec is None for spec in pair) else pair  # which types say as well
         return compute(_Given(closed, ring, over, pair), layers, shared, batch)
 
     def fn(layers: Any, shared: Any, batch: Any) -> Any:
@@ -260,10 +268,10 @@ def _callable(
 
 def _rings(axis: AxisLike, batch_axes: AxisLike) -> tuple[Ring, Ring]:
     """Returns the pipeline's ring, and that of all axes over which losses are spread."""
-    ring = bind(axis, refuses=ALL_BUT_WIRE)
+    ring = bind(axis, takes=("wire_dtype",))
     if batch_axes in ((), []):
         return ring, ring
-    more = bind(batch_axes, "batch_axes", refuses=ALL_BUT_WIRE)
+    more = bind(batch_axes, "batch_axes", takes=("wire_dtype",))
     if twice := sorted(set(ring.names) & set(more.names)):
         raise value_error(
             f"axis and batch_axes both have {twice}; leave it out of batch_axes: microbatches are "
