@@ -381,3 +381,33 @@ def test_specs_of_one_of_the_two(specs):
     found = jax.jit(mapped(pipeline_of(specs=specs)))(LAYERS, SHARED, BATCH)
     wanted = jax.value_and_grad(on_one_device)((LAYERS, SHARED))
     close((loss, found), (wanted[0], wanted))
+
+
+@BOTH
+@pytest.mark.parametrize("of", [value, value_and_grad])
+def test_parameters_of_which_the_first_device_has_a_part(of, check_vma):
+    specs = P("pp"), {"w": P(), "b": P("pp")}
+    shared = {**SHARED, "b": np.stack([SHARED["b"], 2 * SHARED["b"]])}
+    how = {"check_vma": check_vma, "specs": (*specs, P())}
+    how["out"] = P() if of is value else (P(), specs)
+
+    def of_parts(total):
+        def entering(shared, batch):
+            return batch["x"] @ shared["w"] + total(shared["b"][0])
+
+        return mapped(pipeline_of(of, specs=specs, first_fn=entering), **how)
+
+    with pytest.raises(
+        ValueError,
+        match=rf"^{of.__name__}: shared\['b'\] is sharded over \['pp'\], and first_fn reads it, but "
+        r"device 0 .* leave \['pp'\] out of its spec, or gather in first_fn what it reads",
+    ):
+        jax.eval_shape(of_parts(lambda b: b), LAYERS, shared, BATCH)
+
+    def summed(params):
+        layers, shared = params
+        return on_one_device((layers, {**shared, "b": shared["b"].sum(0)}))
+
+    found = jax.jit(of_parts(lambda b: lax.psum(b, "pp")))(LAYERS, shared, BATCH)
+    wanted = jax.value_and_grad(summed)((LAYERS, shared))
+    close(found, wanted[0] if of is value else wanted)

@@ -64,8 +64,8 @@ class Axis:
         - `"stationary"`: in matmuls, the other operand and the result travel; else as `"naive"`
         - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: one ring for each axis; an axis of a `make_mesh` mesh may have several. On a
-          torus, rings share no link. Matmuls may use equally long axes one by one, if faster.
+        - `"multi-ring"`: one ring for each axis; an axis of a `make_mesh` mesh may have several. On
+          a torus, rings share no link. Matmuls may use equally long axes one by one, if faster.
         - `"auto"`: in matmuls and ring attention, the mode predicted to be fastest for each pass
           (naive on CPUs and unknown chips); elsewhere as each function says
 

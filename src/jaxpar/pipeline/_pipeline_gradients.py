@@ -80,7 +80,7 @@ def value_and_grad(
       ValueError: the schedule is `gpipe`'s, or for another number of devices; `virtual_stages` does
         not divide the layers of a device; a leaf of `layers` is not sharded over `axis`, or by
         specs along another dimension than 0; `first_fn` reads a leaf of the batch that varies over
-        `axis`, and gathers none; rows that a stage reads, or that are cut along `last_dim`, vary
+        `axis`, or of `shared` that is sharded over it, and gathers none; rows that a stage reads, or that are cut along `last_dim`, vary
         over `axis`; `microbatches` does not divide a batch leaf; the devices do not divide
         dimension `last_dim`; a stage uses a collective over `axis`; a function closes over
         parameters; an aux has another number of layers; an `Axis` has a mode, or the two have
@@ -199,12 +199,14 @@ class _Given:
     Attributes:
       params: as the user has them, which functions must not close over.
       over: as in `Pipeline`.
+      sharded: as in `Pipeline`.
     """
 
     params: dict[str, Any]
     ring: Ring
     over: Ring
     specs: Any
+    sharded: list[set[str]]
 
     def pipeline(
         self,
@@ -217,7 +219,7 @@ class _Given:
         stage, first, last = map(of_user, functions, names)
         stage = _checked(stage, check_flag("has_aux", has_aux))
         check_whole("last_dim", last_dim)
-        how = schedule, self.ring, last_dim, has_aux, self.params, self.over
+        how = schedule, self.ring, last_dim, has_aux, self.params, self.over, self.sharded
         return Pipeline(stage, first, last, *how)
 
 
@@ -242,15 +244,15 @@ def _callable(
         of_layers, of_shared = pair = _pair_of(specs)
         remedy = "shard dimension 0 in in_specs"
         check_own_shards("layers", layers, of_layers, ring, "layers", remedy)
-        for argument, tree, spec in (("layers", layers, of_layers), ("shared", shared, of_shared)):
-            sharded_axes(argument, tree, spec)
+        sharded_axes("layers", layers, of_layers)
+        sharded = sharded_axes("shared", shared, of_shared)
         _check_stacks(of_layers, ring)
         batch = as_arrays("batch", batch)
         cut = partial(cut_batch, schedule.microbatches, "functions")
         batch = jax.tree_util.tree_map_with_path(cut, batch)
         closed = params if differentiates else {}
         pair = None if any(spec is None for spec in pair) else pair  # which types say as well
-        return compute(_Given(closed, ring, over, pair), layers, shared, batch)
+        return compute(_Given(closed, ring, over, pair, sharded), layers, shared, batch)
 
     def fn(layers: Any, shared: Any, batch: Any) -> Any:
         # Before an eager call becomes a program, whose arguments are others.

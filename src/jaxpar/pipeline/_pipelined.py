@@ -50,6 +50,7 @@ class Pipeline:
       has_aux: whether `last` returns aux beside its pair.
       params: as the user has them.
       over: the axes over which losses are spread, with the wire's dtype.
+      sharded: the axes that shard each leaf of shared parameters.
     """
 
     stage: Callable[..., Any]
@@ -61,11 +62,12 @@ class Pipeline:
     has_aux: bool
     params: dict[str, Any]
     over: Ring
+    sharded: list[set[str]]
 
     def firsts(self, shared: Any, batch: Any) -> Any:
         """Returns what enters the first stage, of all microbatches."""
         first = traced("first_fn", self.first, self.params, shared, at(batch, 0))
-        check_entering(first, shared, batch, self.ring)
+        check_entering(first, shared, self.sharded, batch, self.ring)
         # All at once: in a loop, each microbatch would pass over all gradients of a table.
         return vary_over(self.ring.names, jax.vmap(partial(first, shared))(batch))
 

@@ -54,8 +54,20 @@ def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> 
     return TracedPart(closed, jax.tree.structure(out))
 
 
-def check_entering(first: TracedPart, shared: Any, batch: Any, ring: Ring) -> None:
-    """Refuses a batch of which device 0 has a part: what it computes enters for all devices."""
+def check_entering(
+    first: TracedPart, shared: Any, sharded: list[set[str]], batch: Any, ring: Ring
+) -> None:
+    """Refuses arrays of which device 0 has a part: what it computes enters for all devices."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shared)]
+    read = depends_on(first.closed.jaxpr)
+    for number, (path, axes) in enumerate(zip(paths, sharded, strict=True)):
+        over = [name for name in ring.names if name in axes and lax.axis_size(name) > 1]
+        if over and read[number] and not any(collectives_over(first.closed.jaxpr, ring)):
+            raise value_error(
+                f"shared{jax.tree_util.keystr(path)} is sharded over {over}, and first_fn reads "
+                f"it, but device 0 of {ring} computes what enters the pipeline, for all devices; "
+                f"leave {over} out of its spec, or gather in first_fn what it reads"
+            )
     for place, over in _parts_read(first, shared, batch, ring):
         raise value_error(
             f"{place} varies over {over}, and first_fn reads it, but device 0 of {ring} computes "
@@ -136,6 +148,12 @@ def depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
         marks = _marks(eqn, list(map(is_marked, eqn.invars)))
         marked |= {var for var, mark in zip(eqn.outvars, marks, strict=True) if mark}
     return list(map(is_marked, jaxpr.outvars))
+
+
+def depends_on(jaxpr: Jaxpr) -> list[bool]:
+    """Returns of which inputs any result depends."""
+    count = len(jaxpr.invars)
+    return [any(depends(jaxpr, [at == n for at in range(count)])) for n in range(count)]
 
 
 def _marks(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
