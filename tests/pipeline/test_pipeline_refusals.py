@@ -399,8 +399,8 @@ def test_parameters_of_which_the_first_device_has_a_part(of, check_vma):
 
     with pytest.raises(
         ValueError,
-        match=rf"^{of.__name__}: shared\['b'\] is sharded over \['pp'\], and first_fn reads it, but "
-        r"device 0 .* leave \['pp'\] out of its spec, or gather in first_fn what it reads",
+        match=rf"^{of.__name__}: shared\['b'\] is sharded over \['pp'\], and first_fn reads it, "
+        r"but device 0 .* leave \['pp'\] out of its spec, or gather in first_fn what it reads",
     ):
         jax.eval_shape(of_parts(lambda b: b), LAYERS, shared, BATCH)
 

@@ -79,12 +79,12 @@ def value_and_grad(
         parameters are no floats; `schedule` is none; `last_fn` returns something else.
       ValueError: the schedule is `gpipe`'s, or for another number of devices; `virtual_stages` does
         not divide the layers of a device; a leaf of `layers` is not sharded over `axis`, or by
-        specs along another dimension than 0; `first_fn` reads a leaf of the batch that varies over
-        `axis`, or of `shared` that is sharded over it, and gathers none; rows that a stage reads, or that are cut along `last_dim`, vary
-        over `axis`; `microbatches` does not divide a batch leaf; the devices do not divide
-        dimension `last_dim`; a stage uses a collective over `axis`; a function closes over
-        parameters; an aux has another number of layers; an `Axis` has a mode, or the two have
-        different `wire_dtype`s; as `mean_value_and_grad`.
+        specs along another dimension than 0; `first_fn` reads a leaf of the batch or of `shared`
+        that varies over `axis`, and gathers none; rows that a stage reads, or that are cut along
+        `last_dim`, vary over `axis`; `microbatches` does not divide a batch leaf; the devices do
+        not divide dimension `last_dim`; a stage uses a collective over `axis`; a function closes
+        over parameters; an aux has another number of layers; an `Axis` has another option than
+        `wire_dtype`, or the two have different `wire_dtype`s; as `mean_value_and_grad`.
 
     Cost: a device is idle for `schedule.bubble()` of its time. In each trip it sends x and its
     cotangent to a neighbour, and to others `2 (p - 1) / p` of x for the loss. It holds the
