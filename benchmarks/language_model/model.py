@@ -94,7 +94,7 @@ class Decoder:
         return self._losses(shared, logits, state, labels), None
 
     def _look_up(self, table: Array, tokens: Array) -> Any:
-        x = vocab_parallel_embedding(tokens, table, self._axis("tp"), sequence_dim=-2)
+        x = vocab_parallel_embedding(tokens, table, "tp", sequence_dim=-2)
         counted = self.model.experts and self.training is not None
         return x, jnp.zeros((), self.model.weight_dtype) if counted else None
 
