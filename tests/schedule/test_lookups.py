@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh.chips import REACHED
 from jaxpar.schedule import compile_for, explain, target, timeline
+from jaxpar.tools.program.operations import read
 
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 ROWS, LOOKED_UP, WIDTH = 131072, 8192, 1024
@@ -52,3 +53,43 @@ def test_a_table_is_in_memory_once(chip):
     found = explain(compiled(chip, looked_up), tries=0)
     assert [one.array for one in found.at_peak].count(f"bf16[{ROWS},{WIDTH}]") == 1
     assert not [one for one in found.overheads if str(ROWS) in one.what]
+
+
+COMBINERS = {
+    "replaced": ("  ROOT %r = f32[] bitcast(%new)\n", 1),
+    "added": ("  ROOT %r = f32[] add(%old, %new)\n", 2),
+    "greatest": ("  ROOT %r = f32[] maximum(%new, %old)\n", 2),
+}
+
+
+@pytest.mark.parametrize(("table", "rows"), [(4096, 64), (4096, 4096), (16, 65536)])
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_a_scatter_changes_no_more_than_its_table(table, rows, combiner):
+    """It reads all updates, and of the table what it adds to: rows that repeat count once."""
+    combined, times = COMBINERS[combiner]
+    text = (
+        "HloModule test, is_scheduled=true\n"
+        "%combiner (old: f32[], new: f32[]) -> f32[] {\n"
+        f"  %old = f32[] parameter(0)\n  %new = f32[] parameter(1)\n{combined}}}\n"
+        f"ENTRY %main (t: f32[{table},8]) -> f32[{table},8] {{\n"
+        f"  %t = f32[{table},8] parameter(0)\n  %at = s32[{rows}] parameter(1)\n"
+        f"  %u = f32[{rows},8] parameter(2)\n"
+        f"  ROOT %s = f32[{table},8] scatter(%t, %at, %u), to_apply=%combiner\n}}\n"
+    )
+    moved = read(text).entry.operations[-1].work.moved
+    assert moved == 4 * rows + 32 * rows + times * 32 * min(rows, table)
+
+
+@pytest.mark.parametrize("chip", ["v5e:2x2", "tpu7x:2x2x1"])
+def test_many_rows_are_summed_in_few(chip):
+    """The data are read once; the sums, a sixteenth, are zeroed, read and written."""
+    data = jax.ShapeDtypeStruct((65536, 512), jnp.float32, sharding=P())
+    places = jax.ShapeDtypeStruct((65536,), jnp.int32, sharding=P())
+    program = compile_for(
+        lambda data, places: jax.ops.segment_sum(data, places, 4096),
+        target(chip),
+        data,
+        places,
+        compiler_options={},
+    )
+    assert 65536 * 512 * 4 < moved(program) < 1.3 * 65536 * 512 * 4

@@ -57,10 +57,16 @@ def _buffers(i: Instruction) -> int:
 
 
 def _updates(i: Instruction) -> int:
-    # A scatter also reads what it adds to.
     if "dynamic-update-slice" in i.opcode:
         return i.operands[1].bytes
-    return 2 * sum(update.bytes for update in i.operands[_buffers(i) + 1 :])
+    # A scatter changes no more than its buffers, and reads only what it combines with updates.
+    number = _buffers(i)
+    buffers, updates = i.operands[:number], i.operands[number + 1 :]
+    changed = min(sum(x.bytes for x in arrays) for arrays in (buffers, updates))
+    combiner = i.called[0]
+    before = {combiner.parameters[place] for place in range(number)}
+    is_read = any(before & {*x.operands} for x in combiner.instructions)
+    return (2 if is_read else 1) * changed
 
 
 def _results(i: Instruction, around: tuple[Instruction, ...] = ()) -> Iterator[Instruction]:
