@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, program_floor, target, timeline
@@ -390,3 +391,41 @@ def test_a_kernel_moves_the_blocks_that_its_grid_visits(rows):
     program = compile_for(mapped, chips, *args)
     (call,) = (x for x in program.module.entry.operations if x.work.moved > 8000)
     assert call.work.moved == pytest.approx(kernel.moved, abs=1)
+
+
+def copied_by_cores(table, places):
+    """Every core copies the rows that its 128 places say, 32 at a time."""
+    width, each, cores, subcores = table.shape[1], 128, 2, 16
+
+    def body(table, places, out, listed, rows):
+        core = jax.lax.axis_index("core") * subcores + jax.lax.axis_index("subcore")
+        pltpu.sync_copy(places.at[pl.ds(core * each, each)], listed)
+
+        @pl.loop(0, each // 32)
+        def _(part):
+            pltpu.sync_copy(table.at[listed.at[pl.ds(part * 32, 32)]], rows)
+            pltpu.sync_copy(rows, out.at[pl.ds(core * each + part * 32, 32)])
+
+    return pl.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((each * cores * subcores, width), table.dtype),
+        mesh=plsc.VectorSubcoreMesh(
+            core_axis_name="core",
+            subcore_axis_name="subcore",
+            num_cores=cores,
+            num_subcores=subcores,
+        ),
+        scratch_types=[pltpu.VMEM((each,), jnp.int32), pltpu.VMEM((32, width), table.dtype)],
+    )(table, places)
+
+
+@pytest.mark.skipif(not hasattr(pltpu, "TensorCoreMesh"), reason="this jax has no such kernels")
+@pytest.mark.parametrize("rows", [16384, 65536])
+def test_a_kernel_on_cores_moves_what_it_copies(rows):
+    """Looked-up rows are read and written; places are read. The table does not count."""
+    step = jax.shard_map(copied_by_cores, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    table = jax.ShapeDtypeStruct((rows, 512), jnp.float32)
+    places = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    with jax.set_mesh(target("tpu7x:2x2x1").mesh):
+        (found,) = kernels_in(jax.make_jaxpr(step)(table, places)).values()
+    assert found.moved == 2 * 4096 * 512 * 4 + 4096 * 4

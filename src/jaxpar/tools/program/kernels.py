@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 from jaxtyping import Bool, Int
@@ -57,13 +58,16 @@ class Kernel:
     numbers: float = 0.0  # single results of vector operations
     is_least: bool = False  # loops or a grid of unknown length count once
     moved: float = inf  # the most bytes of the blocks that its grid can visit
+    copied: float = 0.0  # the most bytes of the copies that it starts itself
 
     def __add__(self, other: Kernel) -> Kernel:
         flops, numbers = self.flops + other.flops, self.numbers + other.numbers
-        return Kernel(flops, numbers, self.is_least or other.is_least)
+        is_least, copied = self.is_least or other.is_least, self.copied + other.copied
+        return Kernel(flops, numbers, is_least, copied=copied)
 
     def times(self, count: int) -> Kernel:
-        return replace(self, flops=count * self.flops, numbers=count * self.numbers)
+        flops, numbers, copied = (count * x for x in (self.flops, self.numbers, self.copied))
+        return replace(self, flops=flops, numbers=numbers, copied=copied)
 
 
 def kernel_of(eqn: core.JaxprEqn, known: Known) -> Kernel:
@@ -86,7 +90,7 @@ def _on_cores(eqn: core.JaxprEqn) -> Kernel:
         cores = np.indices(tuple(mesh.shape.values())).reshape(len(mesh.shape), -1)
         places = dict(zip(mesh.shape, cores, strict=True))
         total += _computed(*opened(jaxpr), np.ones(cores.shape[1], bool), places)[0]
-    return total
+    return total if total.is_least or not total.copied else replace(total, moved=total.copied)
 
 
 def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
@@ -142,6 +146,8 @@ def _computed(
                 found |= {out: value for out, value in results if value is not None}
         elif name in PRODUCTS:
             total += Kernel(flops=dot_flops(eqn)).times(times)
+        elif name == "dma_start":
+            total += Kernel(copied=_copied(eqn)).times(times)
         elif name.endswith("mma"):  # on a GPU's tensor cores, of references to memory
             total += Kernel(is_least=True)
         elif eqn.outvars:
@@ -158,7 +164,7 @@ def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -
     which = value_of(eqn.invars[0], found)
     if which is None:
         each = [_computed(sub, own, active, places)[0] for sub, own in branches]
-        return max(each, key=lambda one: (one.flops, one.numbers))
+        return max(each, key=lambda one: (one.flops, one.numbers, one.copied))
     taken = np.clip(np.broadcast_to(which, active.shape).astype(int), 0, len(branches) - 1)
     parts = [
         _computed(sub, own, active & (taken == number), places)[0]
@@ -183,6 +189,16 @@ def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
         return None
     result = np.asarray(compute(*values))
     return result.astype(dtype) if isinstance(dtype, np.dtype) else result
+
+
+def _copied(eqn: core.JaxprEqn) -> float:
+    """Returns a copy's bytes: no more than its smaller array has."""
+    parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars)
+    # A part of an array names it; a tuple has only indices.
+    named = [getattr(part, "ref", part) for part in parts if not isinstance(part, tuple)]
+    refs = [ref for ref in named if ref is not None][:2]
+    in_hbm = sum("hbm" in str(_aval(ref)) or "any" in str(_aval(ref)) for ref in refs)
+    return float(max(1, in_hbm) * min(_width(ref) * _size(ref) for ref in refs))
 
 
 def _divided(x: np.ndarray, by: np.ndarray) -> np.ndarray:
