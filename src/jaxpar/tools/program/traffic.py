@@ -63,10 +63,15 @@ def _updates(i: Instruction) -> int:
     number = _buffers(i)
     buffers, updates = i.operands[:number], i.operands[number + 1 :]
     changed = min(sum(x.bytes for x in arrays) for arrays in (buffers, updates))
-    combiner = i.called[0]
-    before = {combiner.parameters[place] for place in range(number)}
-    is_read = any(before & {*x.operands} for x in combiner.instructions)
-    return (2 if is_read else 1) * changed
+    return (2 if _combines(i, number) else 1) * changed
+
+
+def _combines(scatter: Instruction, buffers: int) -> bool:
+    """Returns whether old values are read; also where the text does not say how they are used."""
+    for combiner in scatter.called:
+        before = {combiner.parameters[place] for place in range(buffers)}
+        return any(before & {*x.operands} for x in combiner.instructions)
+    return True
 
 
 def _results(i: Instruction, around: tuple[Instruction, ...] = ()) -> Iterator[Instruction]:
