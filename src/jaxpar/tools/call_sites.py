@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.accuracy.band import LARGE, bands
+from jaxpar.tools.accuracy.interval import LARGE, SENTENCE, Work, interval_of, text_of
 from jaxpar.tools.private_names import (
     AUTO,
     IN_TURNS,
@@ -91,11 +91,11 @@ class Ways:
 
     Attributes:
       sites: in the order of tracing.
-      bands: errors of matmuls on the chip, as text.
+      intervals: of errors of matmuls on the chip, as text.
     """
 
     sites: tuple[CallSite, ...]
-    bands: tuple[str, ...] = ()
+    intervals: tuple[str, ...] = ()
 
     def json(self) -> str:
         """Returns everything as JSON."""
@@ -117,7 +117,7 @@ class Ways:
             for site in parts:
                 lines += [f"  {site.part}: {site.taken} ({site.by})", line(TITLES)]
                 lines += map(line, _cells(site))
-        return "\n".join([*lines[1:], "", *NOTES, *self.bands])
+        return "\n".join([*lines[1:], "", *NOTES, *self.intervals])
 
     __repr__ = __str__
 
@@ -133,7 +133,7 @@ class Ways:
                 )
                 said = escape(f"{site.part}: {site.taken} ({site.by})")
                 parts.append(f"<p>{said}</p><table><tr>{head}</tr>{body}</table>")
-        notes = "<br>".join(map(escape, (*NOTES, *self.bands)))
+        notes = "<br>".join(map(escape, (*NOTES, *self.intervals)))
         return f"{''.join(parts)}<p>{notes}</p>" if parts else escape(str(self))
 
     def _by_name(self) -> Iterable[tuple[tuple[str, str], Iterable[CallSite]]]:
@@ -214,7 +214,11 @@ def _found(decisions: Iterable[Decision]) -> Ways:
     chips = {d.problem.chip.kind for d, _ in found.values() if d.problem.chip is not None}
     return Ways(
         tuple(_site(name, part, d, ", ".join(lines)) for (name, part), (d, lines) in found.items()),
-        tuple(str(band) for band in bands() if band.chip in chips and band.kind == "matmul"),
+        tuple(
+            f"{SENTENCE}: {text_of(Work(chip, 'matmul', is_large))}"
+            for chip in sorted(chips)
+            for is_large in (False, True)
+        ),
     )
 
 
@@ -242,13 +246,8 @@ def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
     travels = "gather" if flow == "gather" else "sum"
     kind = {"stationary": "all-to-all", **dict.fromkeys(IN_TURNS, "permute")}.get(row.way, travels)
     size = row.seconds >= LARGE
-    alike = (b for b in bands() if (b.chip, b.kind, b.is_large) == (chip.kind, kind, size))
-    band = next(alike, None)
-    if band is None:
-        return "no measurement"
-    if band.rows == 1:
-        return f"{band.low:+.0%} (1 measurement)"
-    return f"{band.low:+.0%} to {band.high:+.0%} ({band.rows} measurements)"
+    interval = interval_of(Work(chip.kind, kind, size))
+    return "no measurement" if interval is None else f"{interval} ({interval.rows})"
 
 
 def _cells(site: CallSite) -> list[tuple[str, ...]]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import log1p
 from pathlib import Path
 from statistics import median
 
-from jaxpar.tools.accuracy.band import BETWEEN_SLICES, LARGE, Band
+from jaxpar.tools.accuracy.calibrate import Error
+from jaxpar.tools.accuracy.interval import (
+    BETWEEN_HOSTS,
+    BETWEEN_SLICES,
+    LARGE,
+    Work,
+    interval_of,
+    total_of,
+)
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.timeline.timeline import Timeline, timeline
 
@@ -17,13 +26,30 @@ ONE_TRANSFER = ("gather", "sum", "permute", "all-to-all")
 
 @dataclass(frozen=True)
 class Held:
+    """A measurement, what is predicted of it, and the interval that is printed beside it."""
+
     measured: Measurement
     chip: str  # as in `Chip.kind`
     predicted: float
+    interval: tuple[float, float] | None = None  # of predicted / measured - 1
+    slow: bool = False  # whether it is sent between hosts
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured.seconds - 1
+
+    @property
+    def is_one(self) -> bool:
+        return " and " not in self.measured.kind
+
+    @property
+    def work(self) -> Work:
+        ending = BETWEEN_HOSTS * self.slow
+        return Work(self.chip, self.measured.kind + ending, self.predicted >= LARGE)
+
+    @property
+    def is_inside(self) -> bool:
+        return self.interval is not None and self.interval[0] <= self.error <= self.interval[1]
 
 
 def validate(one: Measurement, cache: str | Path | None) -> Held | str:
@@ -33,7 +59,11 @@ def validate(one: Measurement, cache: str | Path | None) -> Held | str:
         return f"{type(reason).__name__}: {reason}".partition("\n")[0]
     chip = program.target.chip
     assert chip is not None, one.target
-    return Held(one, chip.kind, seconds_of(one, timeline(program)))
+    played = timeline(program)
+    slow = not chip.torus and any(event.slow for event in played.events)
+    held = Held(one, chip.kind, seconds_of(one, played), slow=slow)
+    known = interval_of(held.work) if held.is_one else total_of(played, program.target)
+    return held if known is None else replace(held, interval=(known.low, known.high))
 
 
 def seconds_of(one: Measurement, played: Timeline) -> float:
@@ -42,31 +72,29 @@ def seconds_of(one: Measurement, played: Timeline) -> float:
     return (played.transfer if is_transfer else played.total) / one.times
 
 
-def bands_from(found: Iterable[Held]) -> list[Band]:
-    rows = _by_class(found)
+def errors_of(found: Iterable[Held]) -> list[Error]:
     return [
-        Band(*key, len(held), min(one.error for one in held), max(one.error for one in held))
-        for key, held in sorted(rows.items())
-        if " and " not in key[1]  # two kinds at once
+        Error(one.work, one.measured.source.partition("@")[0].strip(), log1p(one.error))
+        for one in found
+        if one.is_one
     ]
 
 
 def table(found: Iterable[Held]) -> list[list[str]]:
-    shown = []
-    for (chip, kind, is_large), held in sorted(_by_class(found).items()):
+    shown: list[list[str]] = []
+    rows: dict[tuple[str, str, bool], list[Held]] = defaultdict(list)
+    for one in found:
+        rows[one.work].append(one)
+    for (chip, kind, is_large), held in sorted(rows.items()):
         errors = sorted(abs(one.error) for one in held if one.measured.is_held_out)
         numbers = [f"{median(errors):.0%}", f"{errors[-1]:.0%}"] if errors else ["-", "-"]
-        low, high = (f"{choose(one.error for one in held):+.0%}" for choose in (min, max))
+        known = held[0].interval
+        ends = [f"{end:+.0%}" for end in known] if known else ["-", "-"]
+        inside = f"{sum(one.is_inside for one in held)} of {len(held)}" if known else "-"
         size = "large" if is_large else "small"
-        shown.append([chip, kind, size, str(len(held)), str(len(errors)), *numbers, low, high])
+        count = [str(len(held)), str(len(errors))]
+        shown.append([chip, kind, size, *count, *numbers, *ends, inside])
     return shown
 
 
-TITLES = ["chip", "kind", "size", "rows", "held out", "median", "worst", "from", "to"]
-
-
-def _by_class(found: Iterable[Held]) -> dict[tuple[str, str, bool], list[Held]]:
-    rows: dict[tuple[str, str, bool], list[Held]] = defaultdict(list)
-    for one in found:
-        rows[one.chip, one.measured.kind, one.predicted >= LARGE].append(one)
-    return rows
+TITLES = ["chip", "kind", "size", "rows", "held out", "median", "worst", "from", "to", "inside"]

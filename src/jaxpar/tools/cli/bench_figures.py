@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxpar
 from jaxpar.schedule import CompiledProgram, Floor, timeline
-from jaxpar.tools.accuracy.band import band_lines, bands_of
+from jaxpar.tools.accuracy.interval import SENTENCE, lines_of, texts_of
 from jaxpar.tools.accuracy.measurement import Measurement
 from jaxpar.tools.accuracy.nearest import Wanted, is_sending, nearest
 from jaxpar.tools.cli.bench_reasons import Host, Reason, reasons_of
@@ -59,7 +59,7 @@ class Figures:
     predicted: float | None
     is_least: bool
     estimate: str
-    bands: tuple[str, ...]
+    intervals: tuple[str, ...]
     rate: float
     unit: str
     public: Public | None
@@ -127,12 +127,12 @@ def _predicted(
             "predicted": played.total,
             "is_least": played.is_least,
             "estimate": played.estimate,
-            "bands": tuple(map(str, bands_of(played, program.target))),
+            "intervals": tuple(texts_of(played, program.target)),
             "reasons": reasons_of(program, played, floor, ring, measured, host),
         }
     except Exception as reason:  # a compiler may write anything
         why = f"no prediction: {one_line(reason)}"
-        found = {"predicted": None, "is_least": False, "estimate": why, "bands": ()}
+        found = {"predicted": None, "is_least": False, "estimate": why, "intervals": ()}
         return found | {"reasons": (Reason(0.0, why),)}
 
 
@@ -220,13 +220,13 @@ def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
 
 
 def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
-    bands = band_lines(text for _, one in known for text in one.bands)
+    intervals = lines_of(text for _, one in known for text in one.intervals)
     watched = "" if clocks is None else f"\nclocks: {clocks.mhz:.0f} of {clocks.most:.0f} MHz."
     return (
         "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, simulated (~ by "
         "a roofline, > at least). off: predicted / ms - 1. rate: of FLOPs or of bytes, whichever "
         "takes longer. public: the rate of the nearest public row.\n"
-        f"predictions were off by: {'; '.join(bands) or 'not known'}.{watched}"
+        f"{SENTENCE}: {'; '.join(intervals) or 'not known'}.{watched}"
     )
 
 

@@ -67,7 +67,7 @@ class Prediction:
     memory: Memory
     compile_seconds: float
     same_as: str | None  # the mode that compiles to the same program
-    bands: tuple[str, ...] = ()  # errors of predictions of such work
+    intervals: tuple[str, ...] = ()  # of errors, of all and of its parts
     pipeline: tuple[str, ...] = ()  # its bubble, and where one would be faster
 
     @property
@@ -230,7 +230,7 @@ def prediction_from(record: Mapping[str, Any]) -> Prediction:
     played["events"] = tuple(
         Event(**_with_tuples(event, "covers")) for event in played.pop("events")
     )
-    fields = _with_tuples(record, "bands", "pipeline")
+    fields = _with_tuples(record, "intervals", "pipeline")
     names = ("loops_of_unknown_length", "kernels_of_unknown_cost", "runs")
     fields["timeline"] = Timeline(**_with_tuples(played, *names))
     fields["floor"] = Floor(**record["floor"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.schedule import Event, Timeline
-from jaxpar.tools.accuracy.band import band_lines
+from jaxpar.tools.accuracy.interval import SENTENCE, lines_of
 from jaxpar.tools.cli.console import Column, print_rows, require_extra
 from jaxpar.tools.cli.predict_results import (
     GPU_NOTE,
@@ -62,8 +62,8 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 def print_notes(reports: list[TargetResults], console: Any) -> None:
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
     found = [one for report in reports for one in report.predictions]
-    bands = band_lines(band for one in found for band in one.bands)
-    lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
+    texts = lines_of(text for one in found for text in one.intervals)
+    lines += [f"{SENTENCE}: {text}" for text in texts]
     kernels = {name for one in found for name in one.timeline.kernels_of_unknown_cost}
     lines += map(at_least, sorted(kernels))
     lines.append(

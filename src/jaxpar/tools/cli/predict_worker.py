@@ -9,7 +9,7 @@ from typing import Any
 import jaxpar
 from jaxpar.schedule import CompiledProgram, Target, compile_for, timeline
 from jaxpar.schedule import target as describe
-from jaxpar.tools.accuracy.band import bands_of
+from jaxpar.tools.accuracy.interval import texts_of
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.ops import Ring
 from jaxpar.tools.cli.predict_programs import PlannedProgram, programs, requested_options
@@ -74,7 +74,7 @@ def _predict(
         memory=compiled.memory,
         compile_seconds=compiled.seconds,
         same_as=None if first == program.mode else first,
-        bands=tuple(map(str, bands_of(played, target))),
+        intervals=tuple(texts_of(played, target)),
         pipeline=pipeline_lines(played, target),
     )
 

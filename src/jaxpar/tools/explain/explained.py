@@ -9,7 +9,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.tools.accuracy.band import band_lines, bands_of
+from jaxpar.tools.accuracy.interval import SENTENCE, lines_of, texts_of
 from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
@@ -56,7 +56,7 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "pipeline": pipeline_lines(played, program.target),
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
-        "bands": [str(one) for one in bands_of(found.predicted or played, program.target)],
+        "intervals": texts_of(found.predicted or played, program.target),
         "findings": [_of_finding(finding) for finding in found.findings],
         "overheads": [
             asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
@@ -146,8 +146,7 @@ def heading(record: Record) -> list[str]:
     lines += record.get("pipeline", ())
     lines.append(f"({_source(record)})")
     lines += map(at_least, record["kernels_of_unknown_cost"])
-    bands = band_lines(record["bands"])
-    lines += [f"errors of such predictions (predicted / measured - 1): {band}" for band in bands]
+    lines += [f"{SENTENCE}: {text}" for text in lines_of(record["intervals"])]
     if loops := record["loops_of_unknown_length"]:
         lines.append(f"loops of unknown length count as one iteration: {', '.join(loops)}")
     return lines

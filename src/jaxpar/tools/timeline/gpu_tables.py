@@ -1,4 +1,4 @@
-"""XLA's measured times of GPU matmuls and collectives, from the CUDA plugin.
+"""Measured times of GPU matmuls and collectives: XLA's, from the CUDA plugin, and published ones.
 
 Times are interpolated in logarithms, and grow with the work beyond the largest size. Below the
 smallest matmul there are none. A GPU without a table uses another's, scaled by peaks or links.
@@ -11,7 +11,7 @@ import mmap
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import exp, inf, log, prod
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
+from jaxpar.tools.timeline.gpu_times import Products, Series
 
 # The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
 _TABLES = {
@@ -52,6 +53,8 @@ class GpuTables:
 
     matmuls: Mapping[str, Mapping[Sizes, float]]
     collectives: Mapping[tuple[str, int], Mapping[Sizes, float]]
+    products: Products | None = None  # published times, which count before XLA's
+    slower_by: float = 1.0  # than the GPU of `products`
 
     def matmul(self, dtypes: str, sizes: Sizes) -> float | None:
         """Returns the seconds of a product such as `"bf16xbf16->bf16"` of sizes [b, m, n, k].
@@ -61,13 +64,23 @@ class GpuTables:
         if not sizes:
             return None
         bits = _bits(dtypes)
+        if bits == 16 and (published := self._published(sizes)):
+            return published
         own = _between(self._of(dtypes), sizes)
         wide = _between(self._of("bf16xbf16"), sizes)
         if bits > 16 or wide is None:
             return own
         return max(own or 0.0, wide * bits / 16)
 
+    def _published(self, sizes: Sizes) -> float | None:
+        batch, m, n, k = sizes
+        if batch > 1 or self.products is None or not self.products.has(m, k, n):
+            return None
+        return self.slower_by * self.products.of(m, k, n)
+
     def has(self, dtypes: str, sizes: Sizes) -> bool:
+        if _bits(dtypes) == 16 and sizes and self._published(sizes):
+            return True
         narrow = {} if _bits(dtypes) > 16 else self._of("bf16xbf16")
         return _is_within(self._of(dtypes) or narrow, sizes)
 
@@ -95,6 +108,11 @@ class GpuTables:
         seconds = self.collective(kind, group, whole) or 0.0
         return min(table[least,], max(0.0, seconds - whole * table[most,] / most))
 
+    def before(self, others: "GpuTables") -> "GpuTables":
+        """Returns these tables, and the others' where these have none."""
+        merged = {**others.collectives, **self.collectives}
+        return replace(self, matmuls={**others.matmuls, **self.matmuls}, collectives=merged)
+
     def slower(self, matmuls: float, collectives: float) -> "GpuTables":
         """Returns the tables of a GPU that is slower by these factors.
 
@@ -105,6 +123,8 @@ class GpuTables:
             {key: _times(table, collectives) for key, table in self.collectives.items()}
             if collectives <= 2
             else {},
+            self.products,
+            matmuls,
         )
 
 
@@ -151,6 +171,12 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
     low, high = grid[above - 1], grid[above]
     share = log(size / low) / log(high / low)
     return [(low, 1 - share), (high, share)]
+
+
+def published(products: Products | None, collectives: Series) -> GpuTables:
+    """Returns published times alone."""
+    series = {key: _never_falling(times) for key, times in collectives.items()}
+    return GpuTables({}, series, products)
 
 
 def measured_on(kind: str) -> tuple[str, str] | None:

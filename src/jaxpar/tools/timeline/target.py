@@ -30,7 +30,15 @@ from jaxpar.tools.private_names import (
     with_measured_links,
 )
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
-from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, tables_of
+from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, published, tables_of
+from jaxpar.tools.timeline.gpu_times import (
+    collectives,
+    gpu_of,
+    installed_nccl,
+    kind_of,
+    nearest_version,
+    products,
+)
 
 HERE = "here"  # a name for the devices at hand
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -88,18 +96,26 @@ def measured_of(chip: Chip) -> GpuTables | None:
     if chip.torus or plugin is None or known is None:
         return None
     measured = replace(_with_measured_links(known), network=chip.network)
-    return _as_fast_as(known, plugin) if chip == measured else None
+    return _as_fast_as(known, plugin, installed_nccl()) if chip == measured else None
 
 
 @cache
-def _as_fast_as(chip: Chip, plugin: str) -> GpuTables | None:
+def _as_fast_as(chip: Chip, plugin: str, nccl: str) -> GpuTables | None:
     names, tables = measured_on(chip.kind), tables_of(plugin, chip.kind)
-    if names is None or tables is None:
-        return None
-    multiplying, sending = map(chip_of, names)
-    assert multiplying is not None
-    assert sending is not None
-    return tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
+    xlas = names and tables and _scaled(tables, chip, *names)
+    if (gpu := gpu_of(chip.kind)) is None:
+        return xlas or None
+    times = published(products(gpu), collectives(gpu, nearest_version(gpu, nccl)))
+    own = _scaled(times, chip, kind_of(gpu), kind_of(gpu))
+    return own.before(xlas) if xlas else own
+
+
+def _scaled(tables: GpuTables, chip: Chip, multiplying: str, sending: str) -> GpuTables:
+    """Returns other GPUs' times, scaled by peaks and links."""
+    one, other = chip_of(multiplying), chip_of(sending)
+    assert one is not None
+    assert other is not None
+    return tables.slower(one.flops / chip.flops, other.link / chip.link)
 
 
 def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:

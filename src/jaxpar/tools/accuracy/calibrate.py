@@ -1,0 +1,144 @@
+"""Makes intervals from held-out errors, and says how many unseen ones lie inside."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, Work
+from jaxpar.tools.timeline import gpu_times
+
+# Of errors, on either side: with these, 80% of errors lie in intervals made without them.
+_OUTSIDE = 0.08
+_ABOVE = 4.0  # measurements that the class above counts as
+_MOST = 30  # errors of a source in a class; more do not count more
+
+
+class Error(NamedTuple):
+    """One measurement's error, of a source."""
+
+    work: Work
+    source: str
+    logarithm: float  # of predicted / measured
+
+
+class Calibration:
+    """The predictive distribution of each class, as weights of all errors.
+
+    A class's distribution is its own errors and, as if these were `_ABOVE` more, that of the class
+    above it. A source with n errors of a class weighs as sqrt(n), at most as
+    sqrt(`_MOST`): its errors are alike.
+    """
+
+    def __init__(self, errors: Sequence[Error]) -> None:
+        self.errors = sorted(errors, key=lambda one: one.logarithm)
+        self.logarithms = np.array([one.logarithm for one in self.errors])
+        self.sources = np.array([one.source for one in self.errors])
+        members: dict[Class, list[int]] = defaultdict(list)
+        for number, one in enumerate(self.errors):
+            for of in one.work.classes:
+                members[of].append(number)
+        self.members = {of: np.array(numbers) for of, numbers in members.items()}
+
+    def interval(self, work: Work, seen: Bool[np.ndarray, "errors"]) -> Interval | None:
+        """Returns a class's interval, from what is seen; None if nothing of its platform is."""
+        return self._interval(work.classes, seen)
+
+    def _interval(
+        self, classes: Sequence[Class], seen: Bool[np.ndarray, "errors"]
+    ) -> Interval | None:
+        weights: Float[np.ndarray, "errors"] | None = None
+        rows = 0
+        for of in classes:
+            numbers = self.members.get(of, np.array([], int))
+            numbers = numbers[seen[numbers]]
+            rows, own = len(numbers), np.zeros(len(self.errors))
+            several = Counter(self.sources[numbers].tolist())
+            own[numbers] = [
+                min(several[source], _MOST) ** 0.5 / several[source]
+                for source in self.sources[numbers].tolist()
+            ]
+            if weights is not None:
+                own = (own + _ABOVE * weights) / (own.sum() + _ABOVE)
+            elif rows:
+                own /= own.sum()
+            else:
+                return None
+            weights = own
+        assert weights is not None
+        reached = np.cumsum(weights) / weights.sum()
+        last = len(reached) - 1
+        low, high = np.minimum(np.searchsorted(reached, [_OUTSIDE, 1 - _OUTSIDE]), last)
+        ends = np.expm1(self.logarithms[[low, high]])
+        return Interval(float(ends[0]), float(ends[1]), rows)
+
+    def table(self) -> dict[Class, Interval]:
+        """Returns the interval of each class with an error."""
+        everything = np.ones(len(self.errors), bool)
+        made: dict[Class, Interval] = {}
+        for one in self.errors:
+            classes = one.work.classes
+            for depth, of in enumerate(classes, 1):
+                if of not in made:
+                    interval = self._interval(classes[:depth], everything)
+                    assert interval is not None
+                    made[of] = interval
+        return dict(sorted(made.items()))
+
+    def inside(self, errors: Iterable[int], seen_without: str) -> list[bool]:
+        """Returns which errors lie in the intervals that others make.
+
+        Others are all but the error itself (`"row"`), or but those of its source (`"source"`).
+        """
+        made: dict[tuple[Work, str], Interval | None] = {}
+        found: list[bool] = []
+        for number in errors:
+            one = self.errors[number]
+            if seen_without == "row":
+                seen = np.arange(len(self.errors)) != number
+                interval = self.interval(one.work, seen)
+            else:
+                key = one.work, one.source
+                if key not in made:
+                    made[key] = self.interval(one.work, self.sources != one.source)
+                interval = made[key]
+            error = float(np.expm1(one.logarithm))
+            found.append(interval is not None and interval.low <= error <= interval.high)
+        return found
+
+
+def text_of(table: dict[Class, Interval]) -> str:
+    lines = (
+        json.dumps(
+            {"of": of, "low": round(one.low, 4), "high": round(one.high, 4), "rows": one.rows}
+        )
+        for of, one in table.items()
+    )
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def left_out() -> list[Error]:
+    """Returns the errors of the package's public GPU times, each predicted from the others."""
+    kinds = {"all-reduce": "sum", "reduce-scatter": "sum", "all-gather": "gather"}
+    errors: list[Error] = []
+    for gpu in gpu_times.gpus():
+        chip, products = gpu_times.kind_of(gpu), gpu_times.products(gpu)
+        newest = gpu_times.nearest_version(gpu, "")
+        several = [
+            (kinds.get(kind, kind), predicted, seconds)
+            for (kind, _), times in gpu_times.collectives(gpu, newest).items()
+            for predicted, seconds in gpu_times.without_each(times)
+        ]
+        if products is not None:
+            several += [("matmul", *pair) for pair in products.without_each()]
+        errors += [
+            Error(Work(chip, kind, predicted >= LARGE), "aiconfigurator", log(predicted / seconds))
+            for kind, predicted, seconds in several
+        ]
+    return errors

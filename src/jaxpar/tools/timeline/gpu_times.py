@@ -1,0 +1,152 @@
+"""Published times of NCCL's collectives and of bfloat16 products on GPUs.
+
+They come from a table of the package (`benchmarks/accuracy/gpu_times.py` makes it). XLA's own
+tables are of an older NCCL, and have few small, tall and thin products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from math import log
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxpar.tools.private_names import chip_of
+
+LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next one is twice as large
+
+_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_NEAREST = 8  # products of which a time is interpolated
+
+Series = Mapping[tuple[str, int], Mapping[tuple[int, ...], float]]
+
+
+def gpu_of(kind: str) -> str | None:
+    """Returns the table's name of a GPU, such as `"h100"`."""
+    words = kind.removeprefix("NVIDIA ").lower().replace("-", " ").split()
+    return words[0] if words and words[0] in _table()["collectives"] else None
+
+
+def kind_of(gpu: str) -> str:
+    """Returns the start of JAX's name for a GPU."""
+    return f"NVIDIA {gpu.upper()}"
+
+
+def installed_nccl() -> str:
+    """Returns the version of the NCCL that CUDA plugins load, or an empty text."""
+    for package in _PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            pass
+    return ""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(files("jaxpar.tools.timeline").joinpath("gpu_times.json").read_text())
+
+
+def versions(gpu: str) -> list[str]:
+    """Returns the NCCL versions that were measured, the oldest first."""
+    return sorted({one.split()[0] for one in _table()["collectives"][gpu]}, key=_order)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
+def nearest_version(gpu: str, wanted: str) -> str:
+    """Returns the newest that was measured and is not newer; the oldest where all are.
+
+    Without a wanted version: the newest.
+    """
+    known = versions(gpu)
+    parts = len(_order(wanted))
+    older = [one for one in known if _order(one)[:parts] <= _order(wanted)] if wanted else known
+    return (older or known[:1])[-1]
+
+
+@cache
+def collectives(gpu: str, nccl: str) -> Series:
+    """Returns seconds by kind and devices, and by bytes as XLA counts them."""
+    found: dict[tuple[str, int], dict[tuple[int, ...], float]] = {}
+    for name, times in _table()["collectives"][gpu].items():
+        of, kind, group = name.split()
+        if of == nccl:
+            found[kind, int(group)] = {
+                (LEAST << number,): 1e-6 * time
+                for number, time in enumerate(times)
+                if time is not None
+            }
+    return found
+
+
+def without_each(times: Mapping[tuple[int, ...], float]) -> Iterator[tuple[float, float]]:
+    """Yields the seconds that a size's neighbours tell, and its own."""
+    for before, here, after in zip(*(sorted(times)[n:] for n in range(3)), strict=False):
+        share = log(here[0] / before[0]) / log(after[0] / before[0])
+        yield times[before] ** (1 - share) * times[after] ** share, times[here]
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Seconds of bfloat16 products, and a roofline whose errors are interpolated."""
+
+    sizes: Float[np.ndarray, "products 3"]
+    seconds: Float[np.ndarray, "products"]
+    flops: float
+    hbm: float
+
+    def has(self, m: int, k: int, n: int) -> bool:
+        sizes = np.array([m, k, n])
+        return bool((self.sizes.min(0) <= sizes).all() and (sizes <= self.sizes.max(0)).all())
+
+    @lru_cache(maxsize=4096)
+    def of(self, m: int, k: int, n: int) -> float:
+        """Returns the seconds of one product [m, k] x [k, n].
+
+        The nearest in logarithms of sizes tell how much longer than the roofline it takes; a
+        nearer one counts more, by the square of its distance.
+        """
+        return self._between(np.array([m, k, n], float), 0)
+
+    def _between(self, sizes: Float[np.ndarray, "3"], left_out: int) -> float:
+        """Interpolates, without so many of the nearest."""
+        apart = np.square(np.log2(self.sizes / sizes)).sum(1)
+        near = np.argsort(apart, kind="stable")[left_out : left_out + _NEAREST]
+        weights = 1 / (apart[near] + 1e-6)
+        longer = np.log(self.seconds[near] / self._roofline(self.sizes[near]))
+        return float(self._roofline(sizes[None])[0] * np.exp(longer @ weights / weights.sum()))
+
+    def without_each(self) -> Iterator[tuple[float, float]]:
+        """Yields the seconds that a product's neighbours tell, and its own."""
+        for sizes, seconds in zip(self.sizes, self.seconds.tolist(), strict=True):
+            yield self._between(sizes, 1), seconds
+
+    def _roofline(self, sizes: Float[np.ndarray, "sizes 3"]) -> Float[np.ndarray, "sizes"]:
+        m, k, n = sizes.T
+        multiplying = 2 * m * k * n / self.flops
+        moving = 2 * (m * k + k * n + m * n) / self.hbm
+        return np.maximum(multiplying, moving) / 0.8 + 2e-6
+
+
+@cache
+def products(gpu: str) -> Products | None:
+    """Returns what was measured of a GPU; the roofline is of its published figures."""
+    chip = chip_of(kind_of(gpu))
+    if gpu not in _table()["matmuls"] or chip is None:
+        return None
+    *sizes, times = map(np.array, _table()["matmuls"][gpu])
+    return Products(np.stack(sizes, 1).astype(float), 1e-6 * times, chip.flops, chip.hbm)
+
+
+def gpus() -> list[str]:
+    return list(_table()["collectives"])
