@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import Floor, Target, compile_for, target, timeline
-from jaxpar.tools.accuracy import band
+from jaxpar.tools.accuracy import interval
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.nearest import Wanted, nearest
 from jaxpar.tools.cli import bench_figures, bench_times
@@ -47,7 +47,7 @@ def as_h100s(monkeypatch):
 
     monkeypatch.setattr(bench_times, "target_of", pretended)
     monkeypatch.setattr(bench_figures, "target_of", pretended)
-    monkeypatch.setattr(band, "target_of", pretended)
+    monkeypatch.setattr(interval, "target_of", pretended)
 
 
 def test_bound_prediction_and_public_row_stand_beside_a_time(as_h100s, tmp_path, capsys):
@@ -106,8 +106,9 @@ def test_slices_whose_network_has_no_figure():
 # -- the nearest public row -----------------------------------------------------------------------
 
 
-def test_rows_are_of_chips_that_have_bands():
-    assert {one.kind_of_chip for one in measurements()} == {one.chip for one in band.bands()}
+def test_chips_of_rows_have_intervals():
+    works = {interval.Work(one.kind_of_chip, "matmul", True) for one in measurements()}
+    assert all(map(interval.interval_of, works))
 
 
 @pytest.mark.parametrize(

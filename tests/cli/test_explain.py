@@ -197,7 +197,7 @@ def test_a_page_is_safe_of_what_a_program_says():
         "capacity": 1000,
         "loops_of_unknown_length": [],
         "kernels_of_unknown_cost": [],
-        "bands": [],
+        "intervals": [],
         "findings": [],
         "overheads": [],
         "refused": {"an edit": "</script><script>alert(1)"},

@@ -179,7 +179,7 @@ def conversations(monkeypatch):
         assert module == "jaxpar.tools.cli.predict_validation"
         asked.append(names)
         for name in names[:-2]:
-            take({"name": name, "chip": "a chip", "predicted": 1e-6})
+            take({"name": name, "chip": "a chip", "predicted": 1e-6, "interval": None, "slow": 0})
         for name in names[-2:]:
             take({"name": name, "failed": "ValueError: no"})
         return "ended with SIGABRT: Fatal" if len(asked) == 2 else None

@@ -80,16 +80,16 @@ def test_table_marks_lower_bounds(what, report, request_made):
     assert "~2.100   ~2.000" in text
 
 
-def test_bands_are_printed_once_and_written(report, request_made, tmp_path):
-    band = "TPU v5 lite, large gathers: -4% to +6% over 9 public rows"
-    some = [replace(one, bands=(band,)) for one in report.predictions]
+def test_intervals_are_printed_once_and_written(report, request_made, tmp_path):
+    interval = "TPU v5 lite, large gathers: -4% to +6% (9 measurements)"
+    some = [replace(one, intervals=(interval,)) for one in report.predictions]
     report = replace(report, predictions=some)
     text = " ".join(printed(report, request_made).split())
-    assert text.count(f": {band}") == 1
+    assert text.count(f"(predicted / measured - 1): {interval}") == 1
     path = tmp_path / "a.json"
     write_json(str(path), [report], [request_made])
     [entry] = json.loads(path.read_text())["targets"]
-    assert [one["bands"] for one in entry["predictions"]] == [[band]] * 3
+    assert [one["intervals"] for one in entry["predictions"]] == [[interval]] * 3
     assert prediction_from(json.loads(json.dumps(asdict(some[0])))) == some[0]
 
 

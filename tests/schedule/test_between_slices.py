@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, matmul_floor, program_floor, target, timeline
-from jaxpar.tools.accuracy.band import bands_of
+from jaxpar.tools.accuracy.interval import texts_of
 from jaxpar.tools.accuracy.measurement import measurements
 from jaxpar.tools.cli.main import main
 from jaxpar.tools.program.costs import Message
@@ -207,7 +207,7 @@ def test_transfers_that_queue_for_the_network():
     program = compile_for(mapped, both, weights, x)
     text = str(explain(program))
     assert "transfers queue for the network between slices" in " ".join(text.split())
-    assert "large sums between slices" in " ".join(map(str, bands_of(timeline(program), both)))
+    assert "large sums between slices" in " ".join(texts_of(timeline(program), both))
 
 
 @pytest.mark.parametrize(

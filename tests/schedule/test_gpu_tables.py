@@ -181,7 +181,7 @@ def test_a_book_has_no_tables(plugin, monkeypatch):
     assert measured_of(book.chip) is None
     assert book.chip == chip_of(H100)
     assert timeline(program).estimate == "roofline"
-    assert timeline(program, measured.chip).estimate == "XLA's measured tables and rooflines"
+    assert timeline(program, measured.chip).estimate == "published and XLA's tables and rooflines"
     gather = Message("all-gather", 1e9)
     at_links = Links(book.mesh, book.chip).transfer(gather, 1.0)
     assert at_links.route.seconds.max() == pytest.approx(7e9 / book.chip.link)

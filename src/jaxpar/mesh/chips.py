@@ -20,6 +20,7 @@ class Chip:
     - Numbers: `dimensions` of the torus, `cores`, devices at one switch (`switched`).
     - `synchronous_around`: around a dimension of so many devices, the compiler makes a ring's
       permutes synchronous, as on v5e:8x16.
+    - `nccl`: the version whose published times count for a GPU; empty: the installed one.
 
     Example:
       >>> target("v5e:2x2").chip.flops
@@ -42,6 +43,7 @@ class Chip:
     vmem: float = 0.0
     host: float = 1.6e10
     synchronous_around: int | None = None
+    nccl: str = ""
 
 
 def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:

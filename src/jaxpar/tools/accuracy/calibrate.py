@@ -17,6 +17,7 @@ from jaxpar.tools.timeline import gpu_times
 # Of errors, on either side: with these, 80% of errors lie in intervals made without them.
 _OUTSIDE = 0.08
 _ABOVE = 4.0  # measurements that the class above counts as
+LEFT_OUT = "the package's times of GPUs"  # a source
 _MOST = 30  # errors of a source in a class; more do not count more
 
 
@@ -138,7 +139,7 @@ def left_out() -> list[Error]:
         if products is not None:
             several += [("matmul", *pair) for pair in products.without_each()]
         errors += [
-            Error(Work(chip, kind, predicted >= LARGE), "aiconfigurator", log(predicted / seconds))
+            Error(Work(chip, kind, predicted >= LARGE), LEFT_OUT, log(predicted / seconds))
             for kind, predicted, seconds in several
         ]
     return errors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from math import hypot
@@ -156,7 +156,8 @@ def _parts(played: Timeline, target: Target) -> dict[Work, float]:
     """Returns what a program's seconds are made of, the longest first."""
     # Rooflines have no intervals, nor have other figures than the chip's own.
     chip = target.chip
-    if chip is None or chip != target_of(target.mesh).chip:
+    here = target_of(target.mesh).chip
+    if chip is None or here is None or chip != replace(here, nccl=chip.nccl):
         return {}
     if played.estimate in ("measured", "roofline"):
         return {}

@@ -95,8 +95,9 @@ def measured_of(chip: Chip) -> GpuTables | None:
     known = chip_of(chip.kind)
     if chip.torus or plugin is None or known is None:
         return None
-    measured = replace(_with_measured_links(known), network=chip.network)
-    return _as_fast_as(known, plugin, installed_nccl()) if chip == measured else None
+    measured = replace(_with_measured_links(known), network=chip.network, nccl=chip.nccl)
+    nccl = chip.nccl or installed_nccl()
+    return _as_fast_as(known, plugin, nccl) if chip == measured else None
 
 
 @cache
@@ -151,6 +152,7 @@ def target(
     *,
     axis_types: Any = AxisType.Auto,
     figures: Literal["measured", "book"] = "measured",
+    nccl: str = "",
 ) -> Target:
     """Describes devices that need not be present, and makes a mesh of them.
 
@@ -163,24 +165,29 @@ def target(
       mesh: as for `jaxpar.make_mesh`.
       axis_types: as for `jaxpar.make_mesh`.
       figures: `"measured"` uses links fitted to public measurements (TPUs except v4, networks of
-        GPU hosts and of v6e slices), and XLA's tables for GPUs. `"book"` uses the vendor's links
-        with a microsecond per hop, and rooflines for GPUs.
+        GPU hosts and of v6e slices), and published and XLA's tables for GPUs. `"book"` uses the
+        vendor's links with a microsecond per hop, and rooflines for GPUs.
+      nccl: for GPUs, the version of NCCL whose times count, such as `"2.29"`; without a table of
+        its own, the next older one. Empty: the installed one, else the newest that was measured.
 
     Returns:
       A `Target`. Described devices cannot run anything.
 
     Raises:
       ImportError: the compiler is not installed; the message names the pip extra.
-      ValueError: an unknown chip or slice; axes that do not fit the devices; unknown `figures`.
+      ValueError: an unknown chip or slice; axes that do not fit the devices; unknown `figures`;
+        `nccl` that is no version, or beside other devices than GPUs.
 
     Example:
       >>> dict(target("v5p:8x8x8", "dp=64,tp=8").mesh.shape)
       {'dp': 64, 'tp': 8}
 
-    Source: `jax.experimental.topologies`.
+    Source: `jax.experimental.topologies`; times of GPUs: ai-dynamo/aiconfigurator (Apache-2.0).
     """
     if figures not in ("measured", "book"):
         raise ValueError(f"target: figures={figures!r} must be 'measured' or 'book'")
+    if nccl and not re.fullmatch(r"\d+(\.\d+){1,2}", nccl):
+        raise ValueError(f"target: nccl={nccl!r} is no version, such as '2.29' or '2.29.2'")
     slices, chip, layout = parts_of(name)
     sizes = layout.split("x")
     if name == HERE:
@@ -199,7 +206,10 @@ def target(
         )
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
-    return target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
+    made = target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
+    if nccl and made.platform not in ("gpu", "cuda"):
+        raise ValueError(f"target: {name!r} has no NCCL: leave nccl={nccl!r} out")
+    return replace(made, chip=made.chip and replace(made.chip, nccl=nccl))
 
 
 def target_of(

@@ -450,7 +450,7 @@ def _estimate(chip: Chip, beyond: float) -> str:
         return "the compiler's cycles"
     if measured_of(chip) is None:
         return "roofline"
-    return "XLA's measured tables" + (" and rooflines" if beyond > _FEW else "")
+    return "published and XLA's tables" + (" and rooflines" if beyond > _FEW else "")
 
 
 def covered(events: Iterable[Event]) -> float:
