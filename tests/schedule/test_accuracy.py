@@ -14,7 +14,7 @@ from jaxpar.tools.accuracy.calibrate import Calibration, Error, left_out
 from jaxpar.tools.accuracy.calibrate import text_of as written
 from jaxpar.tools.accuracy.interval import (
     Interval,
-    Work,
+    KindOfWork,
     interval_of,
     lines_of,
     text_of,
@@ -103,10 +103,10 @@ def test_tables_of_errors():
 
 def test_what_validate_returns_has_the_interval_that_is_printed():
     held = validate(BY_NAME["v6e-coco-mm-2048x4096x4096"], None)
-    interval = interval_of(Work(V6E, "matmul", True))
+    interval = interval_of(KindOfWork(V6E, "matmul", True))
     assert held.interval == (interval.low, interval.high)
     assert held.is_inside
-    assert held.work == Work(V6E, "matmul", True)
+    assert held.work == KindOfWork(V6E, "matmul", True)
     assert replace(held, slow=True).work.kind == "matmul between hosts"
     both = validate(BY_NAME["v5e-agmm-naive"], None)  # of two kinds: as a program
     assert both.interval[0] < 0 < both.interval[1]
@@ -132,25 +132,25 @@ def known(monkeypatch):
 
 
 def test_a_class_without_measurements_has_the_interval_above_it(known):
-    assert interval_of(Work(V6E, "sum", True)) == Interval(-0.1, 0.2, 2, 3)
-    assert interval_of(Work(V6E, "sum", False)) == Interval(-0.2, 0.2, 0, 5)
-    assert interval_of(Work("TPU v4", "sum", True)) == Interval(-0.3, 0.3, 0, 5)
-    assert interval_of(Work(V6E, "gather", True)) is None  # three measurements
-    assert interval_of(Work(V6E, "matmul", True)) is None
+    assert interval_of(KindOfWork(V6E, "sum", True)) == Interval(-0.1, 0.2, 2, 3)
+    assert interval_of(KindOfWork(V6E, "sum", False)) == Interval(-0.2, 0.2, 0, 5)
+    assert interval_of(KindOfWork("TPU v4", "sum", True)) == Interval(-0.3, 0.3, 0, 5)
+    assert interval_of(KindOfWork(V6E, "gather", True)) is None  # three measurements
+    assert interval_of(KindOfWork(V6E, "matmul", True)) is None
 
 
 def test_an_interval_in_words(known):
     large = "TPU v6 lite, large sums: -10% to +20%"
-    assert text_of(Work(V6E, "sum", True)) == (
+    assert text_of(KindOfWork(V6E, "sum", True)) == (
         f"{large} (2 measurements, 3 of other TPUs and sizes)"
     )
-    assert text_of(Work("TPU v4", "sum", False)) == (
+    assert text_of(KindOfWork("TPU v4", "sum", False)) == (
         "TPU v4, small sums: -30% to +30% (no measurements, 5 of other TPUs and sizes)"
     )
-    assert text_of(Work(V6E, "gather", True)) == "TPU v6 lite, large gathers: no measurement"
+    assert text_of(KindOfWork(V6E, "gather", True)) == "TPU v6 lite, large gathers: no measurement"
     known[V6E, "sum", "large"] = Interval(-0.1, 0.2, 4)
-    assert text_of(Work(V6E, "sum", True)) == f"{large} (4 measurements)"
-    assert text_of(Work("NVIDIA H200", "sum between hosts", True)).startswith(
+    assert text_of(KindOfWork(V6E, "sum", True)) == f"{large} (4 measurements)"
+    assert text_of(KindOfWork("NVIDIA H200", "sum between hosts", True)).startswith(
         "NVIDIA H200, large sums between hosts: "
     )
 
@@ -171,14 +171,16 @@ def test_the_intervals_of_a_step_are_those_of_what_takes_its_time():
     """A total, then the parts of 5% and more; the errors of two classes are independent."""
     played, v6e = step(SENT, HIDDEN, MATMUL, WAITED, SHORT), target("v6e:2x2")
     total, *parts = texts_of(played, v6e)
-    works = [Work(V6E, "matmul", True), Work(V6E, "gather", True)]
+    works = [KindOfWork(V6E, "matmul", True), KindOfWork(V6E, "gather", True)]
     assert parts == list(map(text_of, works))
     assert total == f"in all: {total_of(played, v6e)}"
     whole = total_of(step(SENT, MATMUL, WAITED), v6e)
     one, other = map(interval_of, works)
     halves = [(each.high - each.low) / 2 for each in (one, other)]
     assert (whole.high - whole.low) / 2 == pytest.approx(hypot(*halves) / 2)
-    assert (whole.high + whole.low) == pytest.approx((one.low + one.high + other.low + other.high) / 2)
+    assert (whole.high + whole.low) == pytest.approx(
+        (one.low + one.high + other.low + other.high) / 2
+    )
     assert texts_of(step(MATMUL), v6e) == [text_of(works[0])]
 
 
@@ -241,7 +243,11 @@ def errors(work, source, logarithms):
 
 def test_fewer_errors_make_a_wider_interval():
     """A class leans on the one above it, as if that were four more errors."""
-    sums, few, many = Work(V6E, "sum", True), Work("TPU v5", "sum", True), Work("TPU7x", "sum", True)
+    sums, few, many = (
+        KindOfWork(V6E, "sum", True),
+        KindOfWork("TPU v5", "sum", True),
+        KindOfWork("TPU7x", "sum", True),
+    )
     spread = np.linspace(-1.0, 1.0, 101)
     near = np.linspace(-0.01, 0.01, 200)
     made = Calibration(
@@ -254,7 +260,7 @@ def test_fewer_errors_make_a_wider_interval():
 
 
 def test_a_source_with_many_errors_does_not_outweigh_the_others():
-    work = Work(V6E, "sum", True)
+    work = KindOfWork(V6E, "sum", True)
     many, few = errors(work, "a", [0.0] * 1000), errors(work, "b", [0.5] * 10)
     found = Calibration(many + few).table()[work.classes[-1]]
     assert found.low == pytest.approx(0.0)

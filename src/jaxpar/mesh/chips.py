@@ -17,10 +17,8 @@ class Chip:
       beyond the switch or TPU slice, and to the `host`'s memory; cycles of the compiler's `clock`.
     - Bytes: `capacity` of HBM, `vmem` of a TPU core.
     - Seconds: `latency` of a hop, `start` of a transfer.
-    - Numbers: `dimensions` of the torus, `cores`, devices at one switch (`switched`).
-    - `synchronous_around`: around a dimension of so many devices, the compiler makes a ring's
-      permutes synchronous, as on v5e:8x16.
-    - `nccl`: the version whose published times count for a GPU; empty: the installed one.
+    - Numbers: `dimensions` of the torus, `cores`, devices `switched` by one switch; NCCL's version.
+    - `synchronous_around`: the size of dimensions whose ring's permutes are synchronous (v5e:8x16).
 
     Example:
       >>> target("v5e:2x2").chip.flops

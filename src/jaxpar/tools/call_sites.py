@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.accuracy.interval import LARGE, SENTENCE, Work, interval_of, text_of
+from jaxpar.tools.accuracy.interval import LARGE, SENTENCE, KindOfWork, interval_of, text_of
 from jaxpar.tools.private_names import (
     AUTO,
     IN_TURNS,
@@ -215,7 +215,7 @@ def _found(decisions: Iterable[Decision]) -> Ways:
     return Ways(
         tuple(_site(name, part, d, ", ".join(lines)) for (name, part), (d, lines) in found.items()),
         tuple(
-            f"{SENTENCE}: {text_of(Work(chip, 'matmul', is_large))}"
+            f"{SENTENCE}: {text_of(KindOfWork(chip, 'matmul', is_large))}"
             for chip in sorted(chips)
             for is_large in (False, True)
         ),
@@ -246,7 +246,7 @@ def _error(chip: Chip | None, flow: str, row: WayRow) -> str:
     travels = "gather" if flow == "gather" else "sum"
     kind = {"stationary": "all-to-all", **dict.fromkeys(IN_TURNS, "permute")}.get(row.way, travels)
     size = row.seconds >= LARGE
-    interval = interval_of(Work(chip.kind, kind, size))
+    interval = interval_of(KindOfWork(chip.kind, kind, size))
     return "no measurement" if interval is None else f"{interval} ({interval.rows})"
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, Work
+from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, KindOfWork
+from jaxpar.tools.private_names import chip_of
 from jaxpar.tools.timeline import gpu_times
 
 # Of errors, on either side: with these, 80% of errors lie in intervals made without them.
@@ -47,7 +48,7 @@ class Calibration:
                 members[of].append(number)
         self.members = {of: np.array(numbers) for of, numbers in members.items()}
 
-    def interval(self, work: Work, seen: Bool[np.ndarray, "errors"]) -> Interval | None:
+    def interval(self, work: KindOfWork, seen: Bool[np.ndarray, "errors"]) -> Interval | None:
         """Returns a class's interval, from what is seen; None if nothing of its platform is."""
         return self._interval(work.classes, seen)
 
@@ -97,7 +98,7 @@ class Calibration:
 
         Others are all but the error itself (`"row"`), or but those of its source (`"source"`).
         """
-        made: dict[tuple[Work, str], Interval | None] = {}
+        made: dict[tuple[KindOfWork, str], Interval | None] = {}
         found: list[bool] = []
         for number in errors:
             one = self.errors[number]
@@ -129,7 +130,9 @@ def left_out() -> list[Error]:
     kinds = {"all-reduce": "sum", "reduce-scatter": "sum", "all-gather": "gather"}
     errors: list[Error] = []
     for gpu in gpu_times.gpus():
-        chip, products = gpu_times.kind_of(gpu), gpu_times.products(gpu)
+        chip = chip_of(gpu_times.kind_of(gpu))
+        assert chip is not None
+        products = gpu_times.products(gpu, chip.flops, chip.hbm)
         newest = gpu_times.nearest_version(gpu, "")
         several = [
             (kinds.get(kind, kind), predicted, seconds)
@@ -139,7 +142,9 @@ def left_out() -> list[Error]:
         if products is not None:
             several += [("matmul", *pair) for pair in products.without_each()]
         errors += [
-            Error(Work(chip, kind, predicted >= LARGE), LEFT_OUT, log(predicted / seconds))
+            Error(
+                KindOfWork(chip.kind, kind, predicted >= LARGE), LEFT_OUT, log(predicted / seconds)
+            )
             for kind, predicted, seconds in several
         ]
     return errors

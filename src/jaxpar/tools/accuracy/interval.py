@@ -49,7 +49,7 @@ _KINDS = {
 Class = tuple[str, ...]
 
 
-class Work(NamedTuple):
+class KindOfWork(NamedTuple):
     """A class of operations."""
 
     chip: str  # as in `Chip.kind`
@@ -90,7 +90,7 @@ class Interval:
         return f"{self.low:+.0%} to {self.high:+.0%}"
 
 
-def interval_of(work: Work) -> Interval | None:
+def interval_of(work: KindOfWork) -> Interval | None:
     """Returns the interval of a class, or None without measurements of its kind."""
     table = _intervals()
     *_, kind, _, own = work.classes
@@ -101,7 +101,7 @@ def interval_of(work: Work) -> Interval | None:
     return Interval(nearest.low, nearest.high, rows, table[kind].rows - rows)
 
 
-def text_of(work: Work) -> str:
+def text_of(work: KindOfWork) -> str:
     if (interval := interval_of(work)) is None:
         return f"{work}{_NONE}"
     few = interval.rows < FEWEST
@@ -152,7 +152,7 @@ def lines_of(texts: Iterable[str]) -> list[str]:
     return [*measured, *(f"{chip}, {', '.join(kinds)}{_NONE}" for chip, kinds in others.items())]
 
 
-def _parts(played: Timeline, target: Target) -> dict[Work, float]:
+def _parts(played: Timeline, target: Target) -> dict[KindOfWork, float]:
     """Returns what a program's seconds are made of, the longest first."""
     # Rooflines have no intervals, nor have other figures than the chip's own.
     chip = target.chip
@@ -161,9 +161,9 @@ def _parts(played: Timeline, target: Target) -> dict[Work, float]:
         return {}
     if played.estimate in ("measured", "roofline"):
         return {}
-    seconds: dict[Work, float] = defaultdict(float)
+    seconds: dict[KindOfWork, float] = defaultdict(float)
     for event, taken in _made_of(played.events):
-        seconds[Work(chip.kind, _kind(event), event.seconds >= LARGE)] += taken
+        seconds[KindOfWork(chip.kind, _kind(event), event.seconds >= LARGE)] += taken
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 

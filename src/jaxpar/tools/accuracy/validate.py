@@ -14,7 +14,7 @@ from jaxpar.tools.accuracy.interval import (
     BETWEEN_HOSTS,
     BETWEEN_SLICES,
     LARGE,
-    Work,
+    KindOfWork,
     interval_of,
     total_of,
 )
@@ -43,9 +43,9 @@ class Held:
         return " and " not in self.measured.kind
 
     @property
-    def work(self) -> Work:
+    def work(self) -> KindOfWork:
         ending = BETWEEN_HOSTS * self.slow
-        return Work(self.chip, self.measured.kind + ending, self.predicted >= LARGE)
+        return KindOfWork(self.chip, self.measured.kind + ending, self.predicted >= LARGE)
 
     @property
     def is_inside(self) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
-from jaxpar.tools.timeline.gpu_times import Products, Series
+from jaxpar.tools.timeline.gpu_times import PublicProducts, Series
 
 # The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
 _TABLES = {
@@ -53,7 +53,7 @@ class GpuTables:
 
     matmuls: Mapping[str, Mapping[Sizes, float]]
     collectives: Mapping[tuple[str, int], Mapping[Sizes, float]]
-    products: Products | None = None  # published times, which count before XLA's
+    products: PublicProducts | None = None  # published times, which count before XLA's
     slower_by: float = 1.0  # than the GPU of `products`
 
     def matmul(self, dtypes: str, sizes: Sizes) -> float | None:
@@ -173,7 +173,7 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
     return [(low, 1 - share), (high, share)]
 
 
-def published(products: Products | None, collectives: Series) -> GpuTables:
+def published(products: PublicProducts | None, collectives: Series) -> GpuTables:
     """Returns published times alone."""
     series = {key: _never_falling(times) for key, times in collectives.items()}
     return GpuTables({}, series, products)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from math import log
@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-
-from jaxpar.tools.private_names import chip_of
 
 LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next one is twice as large
 
@@ -97,26 +95,28 @@ def without_each(times: Mapping[tuple[int, ...], float]) -> Iterator[tuple[float
 
 
 @dataclass(frozen=True, eq=False)
-class Products:
+class PublicProducts:
     """Seconds of bfloat16 products, and a roofline whose errors are interpolated."""
 
     sizes: Float[np.ndarray, "products 3"]
     seconds: Float[np.ndarray, "products"]
     flops: float
     hbm: float
+    known: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False)
 
     def has(self, m: int, k: int, n: int) -> bool:
         sizes = np.array([m, k, n])
         return bool((self.sizes.min(0) <= sizes).all() and (sizes <= self.sizes.max(0)).all())
 
-    @lru_cache(maxsize=4096)
     def of(self, m: int, k: int, n: int) -> float:
         """Returns the seconds of one product [m, k] x [k, n].
 
         The nearest in logarithms of sizes tell how much longer than the roofline it takes; a
         nearer one counts more, by the square of its distance.
         """
-        return self._between(np.array([m, k, n], float), 0)
+        if (m, k, n) not in self.known:
+            self.known[m, k, n] = self._between(np.array([m, k, n], float), 0)
+        return self.known[m, k, n]
 
     def _between(self, sizes: Float[np.ndarray, "3"], left_out: int) -> float:
         """Interpolates, without so many of the nearest."""
@@ -139,13 +139,12 @@ class Products:
 
 
 @cache
-def products(gpu: str) -> Products | None:
-    """Returns what was measured of a GPU; the roofline is of its published figures."""
-    chip = chip_of(kind_of(gpu))
-    if gpu not in _table()["matmuls"] or chip is None:
+def products(gpu: str, flops: float, hbm: float) -> PublicProducts | None:
+    """Returns what was measured of a GPU with these figures."""
+    if gpu not in _table()["matmuls"]:
         return None
     *sizes, times = map(np.array, _table()["matmuls"][gpu])
-    return Products(np.stack(sizes, 1).astype(float), 1e-6 * times, chip.flops, chip.hbm)
+    return PublicProducts(np.stack(sizes, 1).astype(float), 1e-6 * times, flops, hbm)
 
 
 def gpus() -> list[str]:

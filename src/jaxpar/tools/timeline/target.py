@@ -103,20 +103,20 @@ def measured_of(chip: Chip) -> GpuTables | None:
 @cache
 def _as_fast_as(chip: Chip, plugin: str, nccl: str) -> GpuTables | None:
     names, tables = measured_on(chip.kind), tables_of(plugin, chip.kind)
-    xlas = names and tables and _scaled(tables, chip, *names)
+    xlas = None
+    if names is not None and tables is not None:
+        multiplying, sending = map(chip_of, names)
+        assert multiplying is not None
+        assert sending is not None
+        xlas = tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
     if (gpu := gpu_of(chip.kind)) is None:
-        return xlas or None
-    times = published(products(gpu), collectives(gpu, nearest_version(gpu, nccl)))
-    own = _scaled(times, chip, kind_of(gpu), kind_of(gpu))
+        return xlas
+    there = chip_of(kind_of(gpu))
+    assert there is not None
+    of_nccl = collectives(gpu, nearest_version(gpu, nccl))
+    times = published(products(gpu, there.flops, there.hbm), of_nccl)
+    own = times.slower(there.flops / chip.flops, there.link / chip.link)
     return own.before(xlas) if xlas else own
-
-
-def _scaled(tables: GpuTables, chip: Chip, multiplying: str, sending: str) -> GpuTables:
-    """Returns other GPUs' times, scaled by peaks and links."""
-    one, other = chip_of(multiplying), chip_of(sending)
-    assert one is not None
-    assert other is not None
-    return tables.slower(one.flops / chip.flops, other.link / chip.link)
 
 
 def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:
