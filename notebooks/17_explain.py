@@ -166,7 +166,7 @@ steps = [("as it was", timeline(program))]
 # This explanation has only one *finding*: a wait, its cause and an edit. `tries` limits how many
 # edits are compiled. This finding has only one edit. How to read some of the lines:
 #
-# - `errors of such predictions` compares predictions with public measurements, for each kind of
+# - `80% of unseen predictions` says how far predictions are off: in all, and for each kind of
 #   operation in the step.
 # - `and 1 more array`: the all-reduce sums the gradients of `up` and of `down`.
 # - `between`: the instructions that run before and after the wait.

@@ -28,7 +28,7 @@ from jaxpar.tools.timeline.target import measured_of
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
 # From so many phases on, a TPU sends over one link at a time. Not understood: of all public rows
-# only v5p's have three, and six of seven are then within 17%.
+# only v5p's five sums have three, and four of them are then within 16%.
 IN_TURN = 3
 RACK = 72  # GPUs that one switch joins across hosts
 OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's
