@@ -3,8 +3,8 @@
     python benchmarks/accuracy
 
 Compiles some 500 small programs for chips that need not be there (20 minutes, then from a cache),
-and writes the tables of `README.md` and the intervals of `jaxpar.tools.accuracy`. Both compilers
-are needed: `pip install 'jaxpar[tpu,gpu]'`.
+and writes the tables and the picture of `README.md` and the intervals of `jaxpar.tools.accuracy`.
+It needs both compilers: `pip install 'jaxpar[bench,tpu,gpu]'`.
 """
 
 import sys
@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from accuracy.plot import draw
 from jaxpar.tools.accuracy import calibrate
 from jaxpar.tools.accuracy.calibrate import LEFT_OUT, Calibration, left_out
 from jaxpar.tools.accuracy.measurement import measurements
@@ -64,6 +65,7 @@ def main() -> int:
     for section, rows in ((SECTION, Table(TITLES, table(found))), (COVERAGE, coverage(made))):
         rows.print()
         update(README, section, rows.markdown())
+    draw(found, README.with_name("accuracy.png"))
     return 0
 
 

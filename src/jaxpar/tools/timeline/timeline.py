@@ -312,9 +312,9 @@ class Timeline:
       sent_bytes: bytes that one device sends.
       link_utilisation: the mean share of `total` that a used link is busy.
       peak_bytes: bytes of HBM at the peak.
-      estimate: the source of compute times: `"the compiler's cycles"`, `"published and XLA's tables"`,
-        `"roofline"` or `"measured"`. `"and rooflines"` is appended if more than 5% of `total` is
-        in no table.
+      estimate: the source of compute times: `"the compiler's cycles"`, `"published and XLA's
+        tables"`, `"roofline"` or `"measured"`. `"and rooflines"` is appended if more than 5% of
+        `total` is in no table.
       loops_of_unknown_length: loops whose length is neither known nor assumed; each runs once.
       kernels_of_unknown_cost: kernels of which only bytes are known: figures are lower limits.
       runs: the time of each run in the trace, if measured.
@@ -376,10 +376,10 @@ def timeline(
     """Simulates a compiled program's schedule on a model of its chip.
 
     A TPU's matmul takes the compiler's cycles, but at most a time computed from its bytes and
-    FLOPs. GPU matmuls and collectives take published or XLA's measured times if there are any, else a
-    roofline: the longer of FLOPs at peak and bytes at full speed. The model gives transfers no
-    memory bandwidth and, on a SparseCore, no compute: contention is not published. The guide "How
-    predictions are made" has all rules.
+    FLOPs. GPU matmuls and collectives take published or XLA's measured times if there are any,
+    else a roofline: the longer of FLOPs at peak and bytes at full speed. The model gives transfers
+    no memory bandwidth and, on a SparseCore, no compute: contention is not published. The guide
+    "How predictions are made" has all rules.
 
     Args:
       program: from `compile_for`.
