@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.arguments.types import Mode
-from jaxpar.choose.choice import RULES, Flows, Predictions, Ways, way_of
+from jaxpar.choose.choice import RULES, Flows, Predictions, Ways, way_of, ways_of
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import NAMED, notes
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WayRow:
-    """An algorithm in a decision's table; `out` says why it is excluded."""
+    """An algorithm in a decision's table; `out` says why it is excluded.
+
+    A forward pass's `both` are its seconds and those of the backward pass that fits it best.
+    """
 
     way: str
     seconds: float | None = None
     out: str = ""
+    both: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class Notes:
             if part == "forward" or flows:
                 first = None if part == "forward" else way_of(auto, mode, problem.forward)
                 rows = [_row(predictions, named, flows, first) for named in NAMED]
+                if part == "forward":
+                    rows = _with_backward(predictions, rows)
                 self.part(problem, part, rows, way.mode, tuned)
 
 
@@ -73,6 +79,22 @@ def noting() -> Generator[Notes]:
     found = Notes()
     with notes(found):
         yield found
+
+
+def _with_backward(predictions: Predictions, rows: list[WayRow]) -> list[WayRow]:
+    """Returns rows of a forward pass, with the seconds of both passes: they are chosen together."""
+    problem, flows = predictions.problem, predictions.problem.backward
+    others = ways_of(problem, "auto", flows) if flows else []
+    done: list[WayRow] = []
+    for row in rows:
+        if row.seconds is not None and others:
+            mode: Any = row.way
+            first = way_of(problem, mode, problem.forward)
+            second = min(others, key=lambda way: predictions.of_both((first, way)))
+            kept = predictions.kept(first, second)
+            row = replace(row, both=row.seconds + predictions.seconds(second, flows, kept))
+        done.append(row)
+    return done
 
 
 def _row(predictions: Predictions, mode: Mode, flows: Flows, first: Way | None) -> WayRow:

@@ -35,11 +35,22 @@ from jaxpar.tools.timeline.frameworks import traced_for
 from jaxpar.tools.timeline.target import Target
 from jaxpar.tools.timeline.timeline import of_arrays
 
-TITLES = ("", "algorithm", "time", "error", "out because")
+TITLES = ("", "algorithm", "time", "both passes", "error", "out because")
 NOTES = (
     'time: predicted by the model of mode="auto"; another algorithm than naive is taken where it '
     "is predicted to save more than 4%",
-    "error: predicted / measured - 1, of the public measurements of such transfers on this chip",
+    "both passes: with the backward pass that fits it best, as residuals decide what that gathers "
+    "again; the two are chosen together",
+    "error: where 80% of unseen predictions of such transfers lie on this chip (predicted / "
+    "measured - 1), and how many were measured",
+)
+NO_TIMES = (
+    "no times: nobody has published figures of these devices; target=jaxpar.schedule.target(...), "
+    "or --target v5e:2x4, has those of a chip"
+)
+NO_TIMES_OF_DISPATCHES = (
+    "a dispatch of experts has no times: it is chosen by bytes; jaxpar predict --target v5e:2x4 "
+    "times a step with each"
 )
 
 
@@ -51,15 +62,17 @@ class Algorithm:
     Attributes:
       name: as for `mode`; for row chunks their number, for experts the dispatch.
       seconds: predicted, or None.
-      error: the least and largest predicted / measured - 1 of such transfers in public measurements
-        on the chip, or "no measurement".
+      error: where 80% of predictions of such transfers on the chip lie (predicted / measured - 1),
+        and how many were measured, or "no measurement".
       out: why it may not be chosen, or "".
+      both: in a forward pass that has a derivative, seconds of both passes, or None.
     """
 
     name: str
     seconds: float | None
     error: str
     out: str
+    both: float | None = None
 
 
 @readable
@@ -73,7 +86,8 @@ class CallSite:
       line: the program's line, such as `model.py:12 in mlp`.
       algorithms: all, with predictions.
       taken: the name of the chosen one.
-      by: "auto", or "tuned" or "named" if a file or the program says so.
+      by: "auto", or "tuned" or "named" if a file or the program says so, or "in row chunks", whose
+        collectives are naive.
     """
 
     name: str
@@ -108,7 +122,8 @@ class Ways:
         widths = [max(len(row[n]) for row in (TITLES, *rows)) for n in range(len(TITLES) - 1)]
 
         def line(row: tuple[str, ...]) -> str:
-            texts = zip(row, widths, (str.ljust, str.ljust, str.rjust, str.rjust), strict=False)
+            puts = (str.ljust, str.ljust, str.rjust, str.rjust, str.rjust)
+            texts = zip(row, widths, puts, strict=False)
             return "  ".join([*(put(text, width) for text, width, put in texts), row[-1]]).rstrip()
 
         lines: list[str] = []
@@ -117,7 +132,7 @@ class Ways:
             for site in parts:
                 lines += [f"  {site.part}: {site.taken} ({site.by})", line(TITLES)]
                 lines += map(line, _cells(site))
-        return "\n".join([*lines[1:], "", *NOTES, *self.intervals])
+        return "\n".join([*lines[1:], "", *self._notes()])
 
     __repr__ = __str__
 
@@ -133,8 +148,15 @@ class Ways:
                 )
                 said = escape(f"{site.part}: {site.taken} ({site.by})")
                 parts.append(f"<p>{said}</p><table><tr>{head}</tr>{body}</table>")
-        notes = "<br>".join(map(escape, (*NOTES, *self.intervals)))
+        notes = "<br>".join(map(escape, self._notes()))
         return f"{''.join(parts)}<p>{notes}</p>" if parts else escape(str(self))
+
+    def _notes(self) -> list[str]:
+        timed = [site for site in self.sites if any(a.seconds is not None for a in site.algorithms)]
+        others = {site.part == "dispatch" for site in self.sites if site not in timed}
+        notes = [*(NOTES if timed else ()), *self.intervals]
+        notes += [NO_TIMES] if False in others else []
+        return notes + ([NO_TIMES_OF_DISPATCHES] if True in others else [])
 
     def _by_name(self) -> Iterable[tuple[tuple[str, str], Iterable[CallSite]]]:
         return groupby(self.sites, lambda site: (site.name, site.line))
@@ -211,9 +233,16 @@ def _found(decisions: Iterable[Decision]) -> Ways:
         _, lines = found.setdefault(key, (decision, {}))
         if line := _line(decision):
             lines[line] = None
+    # Rings over whose axes rows go in chunks.
+    cut = {
+        d.problem.ring.names for d, _ in found.values() if d.part == "row chunks" and d.taken != "1"
+    }
     chips = {d.problem.chip.kind for d, _ in found.values() if d.problem.chip is not None}
     return Ways(
-        tuple(_site(name, part, d, ", ".join(lines)) for (name, part), (d, lines) in found.items()),
+        tuple(
+            _site(name, part, d, ", ".join(lines), cut)
+            for (name, part), (d, lines) in found.items()
+        ),
         tuple(
             f"{SENTENCE}: {text_of(KindOfWork(chip, 'matmul', is_large))}"
             for chip in sorted(chips)
@@ -227,13 +256,21 @@ def _line(decision: Decision) -> str:
     return "" if found is None or not found.is_own else str(found)
 
 
-def _site(name: str, part: str, decision: Decision, line: str) -> CallSite:
+def _is_in_a_block(decision: Decision) -> bool:
+    return any(function == "in_chunks" for _, _, function in decision.frames)
+
+
+def _site(
+    name: str, part: str, decision: Decision, line: str, cut: set[tuple[str, ...]]
+) -> CallSite:
     problem, asked = decision.problem, decision.asked
     by = "named" if asked != AUTO else "tuned" if decision.tuned else "auto"
+    if by == "named" and decision.problem.ring.names in cut and _is_in_a_block(decision):
+        by = "in row chunks"  # named by the layer, not by the program
     flows = problem.backward if decision.part == "backward" else problem.forward
     kind = flows[0].kind if flows else ""
     algorithms = tuple(
-        Algorithm(row.way, row.seconds, _error(problem.chip, kind, row), row.out)
+        Algorithm(row.way, row.seconds, _error(problem.chip, kind, row), row.out, row.both)
         for row in decision.rows
     )
     return CallSite(name, part, line, algorithms, decision.taken, by)
@@ -256,6 +293,7 @@ def _cells(site: CallSite) -> list[tuple[str, ...]]:
             "  >" if a.name == site.taken else "",
             a.name,
             "" if a.seconds is None else us(a.seconds),
+            "" if a.both is None else us(a.both),
             a.error,
             a.out,
         )
