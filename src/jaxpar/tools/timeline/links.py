@@ -27,9 +27,6 @@ from jaxpar.tools.timeline.target import measured_of
 # A gather or sum on the SparseCores of this chip takes several starts of a transfer.
 SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
-# From so many phases on, a TPU sends over one link at a time. Not understood: of all public rows
-# only v5p's five sums have three, and four of them are then within 16%.
-IN_TURN = 3
 RACK = 72  # GPUs that one switch joins across hosts
 OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's
 BETWEEN_SLICES = "(DCN)"  # in a row: over the data-centre network between TPU slices
@@ -106,7 +103,8 @@ class Links:
             return Transfer(row, sent, route, is_measured and not kernel)
         if kind in ("all-to-all", "ragged-all-to-all"):
             return Transfer(row, sent, self.all_to_all(groups).of(payload))
-        added = passes == 2 and 1 < message.phases < IN_TURN
+        in_turn = message.ways == 1 and message.phases > 2  # one link at a time hides additions
+        added = passes == 2 and message.phases > 1 and not in_turn
         route = self.ring(groups, passes, message).of(whole / ADDED if added else whole)
         return Transfer(row, sent, route)
 
@@ -271,8 +269,7 @@ class Links:
             load = sum((self._round(group[None]) for group in members), np.zeros(self.count))
         else:
             load = self._round(members) * self._on_the_same_chips(members)
-        ways = 1 if message.phases >= IN_TURN else min(message.ways, room)
-        load *= share / max(ways, 1)
+        load *= share / max(min(message.ways, room), 1)
         starts = SPARSE_CORE_STARTS.get(self.chip.kind, 1.0)
         return self._route(load, passes * hops, one_ring, starts)
 
