@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxpar.mesh.chips import chip_of
 from jaxpar.schedule import target
 from jaxpar.tools.timeline import gpu_times
 from jaxpar.tools.timeline import target as targets
@@ -92,8 +93,8 @@ def test_versions_that_are_refused(name, nccl, text):
 
 def test_a_gpu_on_a_bus_takes_no_times_of_a_switch():
     """The same chip with slower links: its products count, by the ratio of peaks."""
-    pcie = measured_of(target("h100-pcie:8").chip)
-    sxm = measured_of(target("h100:8").chip)
+    kinds = "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3"
+    pcie, sxm = (measured_of(targets._with_measured_links(chip_of(kind))) for kind in kinds)
     assert ("all-gather", 8) not in pcie.collectives
     sizes = "bf16xbf16->bf16", (1, 512, 4096, 4096)
     assert pcie.matmul(*sizes) == pytest.approx(sxm.matmul(*sizes) * 9.9e14 / 7.56e14)
