@@ -32,21 +32,21 @@ def test_float32_logits_are_the_edit():
     head = jnp.asarray(rng.normal(size=(32, 4096)) / 4, jnp.bfloat16)
     labels = jnp.asarray(rng.integers(0, 4096, 64))
     logits = np.asarray(x, "d") @ np.asarray(head, "d")
-    wanted = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(64), labels])
+    wanted = np.log(np.exp(logits).sum(1)) - logits[np.arange(64), labels]
 
     def plain(dtype):
         made = jnp.matmul(x, head, preferred_element_type=dtype)
         of_label = jnp.take_along_axis(made, labels[:, None], 1)[:, 0]
-        return jnp.mean(jax.nn.logsumexp(made, axis=1) - of_label)
+        return jax.nn.logsumexp(made, axis=1) - of_label
 
     def sharded(x, head):
         return jnp.mean(vocab_parallel_cross_entropy(x, head, labels, "tp", sequence_dim=None))
 
     specs = (P(), P(None, "tp"))
     parallel = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=P())(x, head)
-    for found in (plain(jnp.float32), parallel):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    assert abs(float(plain(jnp.bfloat16)) - wanted) > 1e-3
+    for found in (jnp.mean(plain(jnp.float32)), parallel):
+        np.testing.assert_allclose(found, np.mean(wanted), rtol=1e-5)
+    assert np.abs(np.asarray(plain(jnp.bfloat16), "d") - wanted).max() > 1e-2
 
 
 @pytest.mark.parametrize(

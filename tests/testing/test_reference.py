@@ -1,5 +1,7 @@
 """`assert_matches_reference` accepts what is right and names what is wrong."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -431,9 +433,10 @@ def test_message_names_setting_argument_error_mesh_and_specs(mesh):
         )
     lines = str(error.value).splitlines()
     assert lines[0] == "assert_matches_reference: 6 of 6 comparisons fail"
-    assert lines[1].startswith(
-        "  check_vma=True: value of output['y'], float32[8]: 8 of 8 wrong, worst at entry (0,): "
-        "got 2, expected 3, error 1, allowed "
+    assert re.match(  # the worst of equal errors is that of the least tolerance, by draws
+        r"  check_vma=True: value of output\['y'\], float32\[8\]: 8 of 8 wrong, worst at entry "
+        r"\(\d,\): got 2, expected 3, error 1, allowed ",
+        lines[1],
     )
     assert lines[4].startswith("  check_vma=True: gradient of args[0]['a'][0], float32[8]: 8 of 8 ")
     assert lines[-1] == (
@@ -491,7 +494,7 @@ def test_references_that_cannot_be_trusted(mesh):
         assert_matches_reference(lambda x: x, lambda x: x * np.nan, normal(8), **options)
     with pytest.raises(ValueError, match="central differences of the reference do not converge"):
         assert_matches_reference(
-            lambda x: x * x, lambda x: (x * x).astype(np.float32), normal(8), **options
+            lambda x: x * x, lambda x: (x * x).astype(np.float32), normal(256), **options
         )
 
     def in_place(x):
