@@ -102,7 +102,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--figures",
         default="measured",
-        help="measured: link speeds fitted to public measurements, and XLA's tables of GPUs; or "
+        help="measured: link speeds fitted to public measurements, and tables of GPUs; or "
         "book: link speeds of the vendor, and no tables (default: %(default)s)",
     )
     add(

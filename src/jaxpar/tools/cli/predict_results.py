@@ -17,8 +17,8 @@ NOTE = (
 )
 MEASURED_NOTE = "Measured by jax.profiler: one run of the program on one device."
 GPU_NOTE = (
-    "~ Some or all of these times are rooflines: the installed CUDA plugin has no table of this "
-    "GPU, or of these sizes and transfers."
+    "~ Some or all of these times are rooflines: neither published times nor the installed CUDA "
+    "plugin's tables have this GPU, or these sizes and transfers."
 )
 
 Tick = Callable[[str], None]  # called with the label of the compiled program
