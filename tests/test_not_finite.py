@@ -158,7 +158,7 @@ def test_sums_that_travel_in_16_bits(wire, check_vma):
     """What is beyond the wire's range is infinite, and the gradient of a copy likewise."""
     x = np.zeros((4, 4096), "float32")
     x[:, 0], x[2, 1], x[3, 2], x[:, 3] = 4e4, NAN, INF, (1, 2, 3, 4)
-    axis = Axis("tp", mode="bidirectional", wire_dtype=wire)
+    axis = Axis("tp", wire_dtype=wire)
     scatter = over_devices(
         lambda x: (reduce_region(x[0], axis), reduce_scatter(x[0], axis, tiled=True)),
         *(P("tp"), (P(), P("tp")), check_vma),

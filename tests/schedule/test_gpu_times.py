@@ -82,8 +82,8 @@ def test_a_named_version_changes_small_collectives():
 @pytest.mark.parametrize(
     ("name", "nccl", "text"),
     [
-        ("h100:8", "newest", "target: nccl='newest' is no version, such as '2.29' or '2.29.2'"),
-        ("v5e:2x2", "2.29", "target: 'v5e:2x2' has no NCCL: leave nccl='2.29' out"),
+        ("h100:8", "newest", "target: nccl='newest' must be a version, such as '2.29' or '2.29.2'"),
+        ("v5e:2x2", "2.29", "target: 'v5e:2x2' has no NCCL; leave nccl='2.29' out"),
     ],
 )
 def test_versions_that_are_refused(name, nccl, text):

@@ -187,7 +187,7 @@ def target(
     if figures not in ("measured", "book"):
         raise ValueError(f"target: figures={figures!r} must be 'measured' or 'book'")
     if nccl and not re.fullmatch(r"\d+(\.\d+){1,2}", nccl):
-        raise ValueError(f"target: nccl={nccl!r} is no version, such as '2.29' or '2.29.2'")
+        raise ValueError(f"target: nccl={nccl!r} must be a version, such as '2.29' or '2.29.2'")
     slices, chip, layout = parts_of(name)
     sizes = layout.split("x")
     if name == HERE:
@@ -208,7 +208,7 @@ def target(
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
     made = target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
     if nccl and made.platform not in ("gpu", "cuda"):
-        raise ValueError(f"target: {name!r} has no NCCL: leave nccl={nccl!r} out")
+        raise ValueError(f"target: {name!r} has no NCCL; leave nccl={nccl!r} out")
     return replace(made, chip=made.chip and replace(made.chip, nccl=nccl))
 
 
