@@ -15,6 +15,7 @@ from jaxpar.choose import choice
 from jaxpar.choose.sites import AUTO, Asked
 from jaxpar.compiler.tuning import Tuning
 from jaxpar.schedule import target
+from jaxpar.tools.accuracy.interval import SENTENCE
 from jaxpar.tools.cli import tune_command, tune_worker
 from jaxpar.tools.cli.main import main
 from jaxpar.tools.cli.tune_search import Candidate, TriedWay, search
@@ -120,6 +121,7 @@ class Fake:
     def time(self, candidate):
         self.timed.append(candidate.lowered)
         candidate.seconds = self.seconds.get(candidate.lowered, 9.0)
+        candidate.intervals = [candidate.lowered]
         return candidate.seconds
 
     def wins(self, candidate, best):
@@ -152,6 +154,7 @@ def test_the_search_keeps_the_best_so_far_and_takes_the_largest_site_first():
     assert clock.timed == ["aaa", "ana", "aba", "aua", "nba", "bba", "uba"]
     assert found["sites"] == {"x": {"p": "bidirectional"}, "y": {"p": "bidirectional"}}
     assert (found["before"], found["after"], found["left"]) == (5.0, 2.0, 0)
+    assert found["intervals"] == ["bba"]  # of the program that is chosen
     assert [t.way for t in tried if t.wins] == ["naive", "bidirectional", "bidirectional"]
     assert [(t.site, t.seconds) for t in tried if t.way == AUTO] == [("y", 5.0), ("x", 3.0)]
 
@@ -276,6 +279,9 @@ def test_predicted_and_loaded(here, slow_auto, capsys):
     assert f"\n{site}\n" in out
     assert re.search(r"forward +auto +\d\.\d{3} +1\.000", out)
     assert out.count("chosen") == 2
+    # That the program's seconds may be off by so much is said as by `jaxpar predict`.
+    said = f"{re.escape(SENTENCE)}: (in all|TPU v5 lite, .*): -\\d+% to \\+\\d+%"
+    assert re.search(said, " ".join(out.split()))
     assert max(map(len, out.splitlines())) <= 100
 
     # What is loaded is what was found.
@@ -312,6 +318,7 @@ def test_timed_and_loaded(here, slow_auto, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "model:mlp | cpu | mesh tp=8 | measured\n" in out
+    assert SENTENCE not in out
     found = Tuning.read("tuned.json")
     assert (found.device_kind, found.mesh, found.clock) == ("cpu", {"tp": 8}, "measured")
     assert found.versions.keys() == {"jaxpar", "jax", "jaxlib"}

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from jaxpar import Tuning
+from jaxpar.tools.accuracy.interval import SENTENCE, lines_of
 from jaxpar.tools.cli.console import (
     Column,
     UsageError,
@@ -250,6 +251,8 @@ def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
         f"\nfull program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
         highlight=False,
     )
+    for text in lines_of(found["intervals"]):
+        console.print(f"{SENTENCE}: {escape(text)}", highlight=False)
     passes = [tried for tried in report.tried if tried.part == "backward" and tried.way != AUTO]
     if passes and all(tried.note.startswith(SAME) for tried in passes):
         console.print(

@@ -3,7 +3,7 @@
 A *decision* is a part of a call site, such as its backward pass. A *way* is an algorithm for it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -24,6 +24,7 @@ class Candidate:
     asked: Mapping[tuple[str, str], Asked]
     compiled: Any = None  # set by the clock
     seconds: float = 0.0
+    intervals: Sequence[str] = ()  # of predicted seconds
 
     @property
     def digest(self) -> str:
@@ -94,12 +95,14 @@ def search(
     if best is not first:
         before, after = clock.compare(first, best)
     faster = after < before
+    chosen = best if faster else first
     yield {
         "found": {
-            "sites": _sites(best if faster else first),
+            "sites": _sites(chosen),
             "clock": clock.name,
             "before": before,
             "after": after if faster else before,
+            "intervals": list(chosen.intervals),
             "left": so_far.left,
         }
     }

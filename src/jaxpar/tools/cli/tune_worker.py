@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar import compiled_with
 from jaxpar.schedule import Target, compile_for, timeline
+from jaxpar.tools.accuracy.interval import texts_of
 from jaxpar.tools.cli.bench_times import quartiles, time_interleaved
 from jaxpar.tools.cli.console import UsageError
 from jaxpar.tools.cli.predict_programs import programs, requested_options
@@ -77,7 +78,8 @@ class Predicted(Traces):
             self.fits = max(peak, 0.0 if chip is None else chip.capacity)
         if peak > self.fits:
             raise MemoryError(f"{peak / 2**30:.1f} GiB do not fit a device")
-        candidate.seconds = timeline(program).total
+        played = timeline(program)
+        candidate.seconds, candidate.intervals = played.total, texts_of(played, self.target)
         return candidate.seconds
 
     def wins(self, candidate: Candidate, best: Candidate) -> bool:
