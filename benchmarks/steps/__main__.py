@@ -21,12 +21,14 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
+from jaxpar.tools.accuracy.interval import Interval
 from steps.step import Step, steps
 from tables import Table, made_by, update
 
 README = Path(__file__).with_name("README.md")
 SECTION = "steps"
-TITLES = ["step", "measured", "predicted", "error", "matmuls", "kernels", "waits", "HBM"]
+TITLES = ["step", "measured", "predicted", "error", "80% interval"]
+TITLES += ["matmuls", "kernels", "waits", "HBM"]
 
 Found = dict[str, Any]  # what `maxtext_step.py` prints, or why it prints nothing
 
@@ -45,10 +47,24 @@ def row(step: Step, found: Found) -> list[str]:
     """A row of the table: seconds, the error, and what the step is made of."""
     cells = [step.name, f"{step.seconds:.3f} s"]
     if "failed" in found:
-        return [*cells, "not compiled", *["-"] * 5]
+        return [*cells, "not compiled", *["-"] * 6]
     cells += [f"{found['seconds']:.3f} s", f"{found['seconds'] / step.seconds - 1:+.1%}"]
+    cells.append(str(interval) if (interval := interval_of(found)) else "-")
     shares = [found[part] / found["seconds"] for part in ("matmuls", "kernels", "waits")]
     return [*cells, *(f"{share:.0%}" for share in shares), f"{found['gigabytes']:.1f} GB"]
+
+
+def interval_of(found: Found) -> Interval | None:
+    """The interval of a predicted step's error."""
+    return Interval(*found["interval"]) if found.get("interval") else None
+
+
+def coverage(chosen: list[Step], found: dict[str, Found]) -> str:
+    """How many steps lie within their interval."""
+    errors = {step.name: found[step.name].get("seconds", 0) / step.seconds - 1 for step in chosen}
+    known = {name: held for name in errors if (held := interval_of(found[name]))}
+    inside = [name for name, held in known.items() if held.low <= errors[name] <= held.high]
+    return f"- Within their interval: {len(inside)} of {len(known)} steps."
 
 
 def growth(found: dict[str, Found]) -> list[str]:
@@ -57,7 +73,7 @@ def growth(found: dict[str, Found]) -> list[str]:
     by_model: dict[str, list[Step]] = {}
     for step in steps():
         if "seconds" in found.get(step.name, {}):
-            by_model.setdefault(step.model, []).append(step)
+            by_model.setdefault(step.name.rpartition(" on ")[0], []).append(step)
     for model, compiled in by_model.items():
         first, last = compiled[0], compiled[-1]
         if first is last:
@@ -86,7 +102,7 @@ def main(arguments: list[str]) -> int:
     table = Table(TITLES, [row(step, found[step.name]) for step in chosen])
     table.print()
     failed = [f"- {name}: {one['failed']}" for name, one in found.items() if "failed" in one]
-    notes = [*growth(found), *failed]
+    notes = [coverage(chosen, found), *growth(found), *failed]
     print("\n".join(notes))
     command = " ".join(["python benchmarks/steps", *map(shlex.quote, arguments)])
     made = made_by(command, "maxtext", "libtpu")

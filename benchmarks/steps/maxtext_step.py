@@ -19,6 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
 from jaxpar.schedule import CompiledProgram, Target, compile_for, target, timeline
+from jaxpar.tools.accuracy.interval import total_of
 from jaxpar.tools.program.cache import default_folder
 from jaxpar.tools.timeline.target import parts_of
 from steps.step import Step, steps
@@ -95,10 +96,13 @@ def main(name: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # as MaxText's command does
     (step,) = (one for one in steps() if one.name == name)
-    played = timeline(compiled(step))
+    program = compiled(step)
+    played = timeline(program)
+    interval = total_of(played, program.target)
     kernels = [event.seconds for event in played.events if "pallas_call" in event.op]
     shares = {
         "seconds": played.total,
+        "interval": interval and (interval.low, interval.high),
         "matmuls": sum(event.seconds for event in played.events if event.is_matmul),
         "kernels": sum(kernels),
         "waits": played.exposed,

@@ -14,7 +14,7 @@ from steps.step import Step, steps
 def test_a_step_is_whole(step):
     slices, chip, layout = parts_of(step.target)
     assert chip in TPUS
-    devices = prod(map(int, layout.split("x")))
+    devices = prod(map(int, layout.split("x"))) * (2 if chip == "tpu7x" else 1)
     assert slices * devices == step.devices
     path, _, commit = step.source.partition(" @")
     assert path.endswith(".md")
@@ -37,10 +37,22 @@ def a_step(name, seconds):
 def test_rows_of_the_table():
     step = a_step("m on 8", 2.0)
     found = {"seconds": 2.2, "matmuls": 1.1, "kernels": 0.55, "waits": 0.22, "gigabytes": 12.34}
-    shown = ["m on 8", "2.000 s", "2.200 s", "+10.0%", "50%", "25%", "10%", "12.3 GB"]
+    found["interval"] = [-0.05, 0.125]
+    shown = ["m on 8", "2.000 s", "2.200 s", "+10.0%", "-5% to +12%", "50%", "25%", "10%", "12.3 GB"]
     assert command.row(step, found) == shown
-    shown = ["m on 8", "2.000 s", "not compiled", *["-"] * 5]
+    shown = ["m on 8", "2.000 s", "not compiled", *["-"] * 6]
     assert command.row(step, {"failed": "too large"}) == shown
+
+
+def test_steps_within_their_interval():
+    chosen = [a_step(f"m on {devices}", 2.0) for devices in (1, 2, 4, 8)]
+    found = {
+        "m on 1": {"seconds": 2.1, "interval": [-0.1, 0.1]},
+        "m on 2": {"seconds": 2.3, "interval": [-0.1, 0.1]},
+        "m on 4": {"seconds": 2.0, "interval": None},
+        "m on 8": {"failed": "too large"},
+    }
+    assert command.coverage(chosen, found) == "- Within their interval: 1 of 2 steps."
 
 
 def test_growth_is_that_of_tokens(monkeypatch):

@@ -621,6 +621,26 @@ def test_what_an_update_inside_of_a_fusion_writes(buffer, moved, depth):
     assert play(given + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
 
 
+@pytest.mark.parametrize(
+    ("alias", "moved"),
+    [(", output_to_operand_aliasing={{}: (0, {})}", 10 + 10), ("", 90 + 90 + 10 + 10)],
+    ids=["in place", "copied"],
+)
+def test_another_tiling_of_a_buffer_that_is_updated(alias, moved):
+    """As TPU7x keeps what layers save: the buffer is not copied, though a copy is written."""
+    fused = "%tiled (t.p: s8[90]) -> s8[90] {\n  %t.p = s8[90]{0:T(16)} parameter(0)\n"
+    fused += "  ROOT %t.c = s8[90]{0:T(8)} copy(%t.p)\n}\n"
+    fused += "%c1 (f.z: s8[90], f.r: s8[10], f.i: s32[]) -> s8[90] {\n"
+    fused += "  %f.z = s8[90] parameter(0)\n  %f.r = s8[10] parameter(1)\n"
+    fused += f"  %f.p = s8[90] fusion(%f.z), kind=kLoop{alias}, calls=%tiled\n"
+    fused += "  %f.i = s32[] parameter(2)\n"
+    fused += "  ROOT %f.u = s8[90] dynamic-update-slice(%f.p, %f.r, %f.i)\n}\n"
+    operands = "  %z = s8[90] constant({...})\n  %r = s8[10] constant({...})\n"
+    operands += "  %i = s32[] constant(3)\n"
+    fusion = "  %c = s8[90] fusion(%z, %r, %i), kind=kLoop, calls=%c1\n"
+    assert play(operands + fusion, fused, chip=SWITCH).total == pytest.approx(moved / 10)
+
+
 def test_what_the_compiler_calls_a_prefetch_across_programs_is_waited_for():
     """As in six public measurements of single products."""
     copy = "  %cs = (s8[10]{0:S(1)}, s8[10], u32[]) copy-start(%p)"

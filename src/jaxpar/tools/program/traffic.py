@@ -8,6 +8,7 @@ from jaxpar.tools.program.hlo import Computation, Instruction
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _ALIKE = ("convert", "copy", "transpose")  # each number comes from one number
+_IN_PLACE = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion
 _HBM = 0  # HLO's number of the memory
 
 
@@ -79,11 +80,11 @@ def _results(i: Instruction, around: tuple[Instruction, ...] = ()) -> Iterator[I
 
     Of an update in a fusion, also the maker of what it updates, unless an operand is updated.
     """
-    if i.opcode.removesuffix("-start") == "fusion":
-        yield from _results(i.called[0].root, (*around, i))
-    elif around and (i.opcode == "tuple" or _is_a_view(i)):
+    if around and (i.opcode == "tuple" or _is_a_view(i)):
         for operand in i.operands:
             yield from _results(operand, around)
+    elif i.opcode.removesuffix("-start") == "fusion":
+        yield from _results(i.called[0].root, (*around, i))
     elif i.opcode == "parameter" and len(around) > 1:
         yield from _results(around[-1].operands[int(i.operand_text)], around[:-1])
     else:
@@ -119,6 +120,7 @@ def _taken(inner: Computation, value: Instruction, results: frozenset[Instructio
 
 def _is_a_view(i: Instruction) -> bool:
     if i.opcode == "fusion" and len(i.operands) == 1:
-        inside = i.called[0].instructions
-        return all(x.opcode == "parameter" or _is_a_view(x) for x in inside)
+        # On TPU7x a copy to another tiling may be no more than how a fusion reads its operand.
+        free = ("parameter", "copy") if _IN_PLACE in i.attributes else ("parameter",)
+        return all(x.opcode in free or _is_a_view(x) for x in i.called[0].instructions)
     return i.opcode in ("bitcast", "reshape")
