@@ -122,39 +122,46 @@ class DroppedInScan(Dropped):
         return lax.scan(layer, x, w)[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    ("axes", "microbatches", "virtual"),
+    ("axes", "microbatches", "virtual", "check_vma"),
     [
-        ("pp=2,dp=2,tp=2", 4, 2),
-        ("pp=4,tp=2", 8, 1),
-        ("dp=2,pp=4", 5, 2),  # a last group that is not full
-        ("pp=8", 3, 1),  # fewer microbatches than devices
-        ("tp=2,pp=4", 2, 4),
-        ("pp=2,dp=4", 1, 1),
-        ("pp=8", 32, 2),
-        ("pp=1,tp=8", 3, 2),
+        ("pp=2,dp=2,tp=2", 4, 2, True),
+        ("pp=4,tp=2", 8, 1, False),
+        ("dp=2,pp=4", 5, 2, False),  # a last group that is not full
+        ("pp=8", 3, 1, True),  # fewer microbatches than devices
+        ("tp=2,pp=4", 2, 4, True),
+        ("pp=2,dp=4", 1, 1, True),
+        ("pp=8", 32, 2, False),
+        ("pp=1,tp=8", 3, 2, False),
     ],
 )
 def test_gradients_are_those_of_one_device(axes, microbatches, virtual, check_vma):
     check(Model, axes, microbatches, virtual, check_vma)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+# Types differ where a table is sharded over pp, so that both settings are of it.
 @pytest.mark.parametrize(
-    "kind", [Scanned, Recomputed, Vocabulary, Auxiliary, Dropped, DroppedInScan]
+    ("kind", "check_vma"),
+    [
+        (Scanned, False),
+        (Recomputed, True),
+        (Vocabulary, True),
+        (Vocabulary, False),
+        (Auxiliary, True),
+        (Dropped, True),
+        (DroppedInScan, False),
+    ],
 )
 def test_kinds_of_models(kind, check_vma):
-    check(kind, "pp=4,tp=2", 6, 2, check_vma)
+    check(kind, "pp=2,tp=4", 5, 2, check_vma)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_stage_that_reads_the_batch(check_vma):
-    check(Masked, "pp=2,dp=2,tp=2", 4, 2, check_vma)
+def test_a_stage_that_reads_the_batch():
+    check(Masked, "pp=2,dp=2,tp=2", 4, 2, True)
 
 
 def test_rows_that_are_counted_from_the_back():
-    check(Model, "pp=4,tp=2", 4, 1, True, last_dim=-2)
+    check(Model, "pp=2,tp=4", 2, 1, True, last_dim=-2)
 
 
 def test_a_nan_reaches_the_loss_and_its_gradients():
@@ -278,6 +285,6 @@ def test_what_a_stage_closes_over(check_vma):
         with pytest.raises(ValueError, match=match):
             loss_and_gradients(closed_over)
     found = loss_and_gradients(lambda _, shared, x: lax.stop_gradient(shared["w"]).mean() + x)
-    wanted = jax.value_and_grad(on_one_device)((layers, {"w": np.eye(4)}))
+    wanted = jax.jit(jax.value_and_grad(on_one_device))((layers, {"w": np.eye(4)}))
     for one, right in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, right, rtol=0, atol=1e-10 * np.abs(right).max())

@@ -16,7 +16,6 @@ from jaxpar.pipeline import gpipe, interleaved_1f1b, value, value_and_grad
 from jaxpar.testing import poisoned_rows
 
 WIDTH, WORDS, SEQUENCE, EXPERTS, LAYERS = 4, 8, 4, 6, 8
-BOTH = pytest.mark.parametrize("check_vma", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +79,17 @@ def on_one_device(layers, shared, batch):
     """The loss, counts `[layers, experts]`, means `[layers]` and what is beside the loss."""
     x, counts, means = first(shared, batch), [], []
     for number in range(LAYERS):
-        own = jax.tree.map(lambda leaf, number=number: jnp.asarray(leaf[number]), layers)
+        own = jax.tree.map(lambda leaf, number=number: leaf[number], layers)
         counts.append(counted(own, x))
         means.append(np.mean(x))
-        x = layer(x, own)[0]
-    (loss, weight), aux = last(shared, x, batch, ())
+        x = _layer(x, own)
+    (loss, weight), aux = _last(shared, x, batch)
     return loss / weight, np.array(counts), np.array(means), aux
+
+
+# Operations one by one take longer to compile than together.
+_layer = jax.jit(lambda x, w: layer(x, w)[0])
+_last = jax.jit(partial(last, axes=()))
 
 
 def by_microbatch(x, count):
@@ -93,8 +97,8 @@ def by_microbatch(x, count):
     return x.reshape(2, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
 
 
-@BOTH
-@pytest.mark.parametrize("count", [3, 2])  # a last group that is full, and one that is not
+# A last group that is not full, and one that is.
+@pytest.mark.parametrize(("count", "check_vma"), [(3, True), (2, False)])
 def test_what_is_returned_beside_the_loss(count, check_vma):
     (layers, shared), batch = parameters(), drawn(4 * count)
     mesh = jaxpar.make_mesh("dp=2,pp=2", devices=jax.devices()[:4])
@@ -122,11 +126,11 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
     order = np.array(schedule.order(LAYERS))
     stacked = jax.tree.map(lambda w: w[order], layers)
     found, evaluated, gradients = jax.jit(step)(stacked, shared, batch)
-    cut = [
-        {name: by_microbatch(x, count)[number] for name, x in batch.items()}
+    cut = {name: by_microbatch(x, count) for name, x in batch.items()}
+    truth = [
+        on_one_device(layers, shared, {name: x[number] for name, x in cut.items()})
         for number in range(count)
     ]
-    truth = [on_one_device(layers, shared, one) for one in cut]
     back = np.argsort(order)
     for loss, (of_stages, of_last) in (found, evaluated):
         losses, counts, means, aux = zip(*truth, strict=True)
@@ -138,9 +142,9 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
         np.testing.assert_allclose(of_last["losses"], each, rtol=1e-10)
 
     def mean(params):
-        return jnp.mean(jnp.stack([_loss(*params, one) for one in cut]))
+        return jnp.mean(lax.map(partial(_loss, *params), cut))
 
-    wanted = jax.grad(mean)((layers, shared))
+    wanted = jax.jit(jax.grad(mean))((layers, shared))
     of_layers = jax.tree.map(lambda g: g[back], gradients[0])
     for one, right in zip(
         jax.tree.leaves((of_layers, gradients[1])), jax.tree.leaves(wanted), strict=True
@@ -156,9 +160,7 @@ def test_what_is_returned_beside_the_loss(count, check_vma):
 
 
 def _loss(layers, shared, batch):
-    x = first(shared, batch)
-    for number in range(LAYERS):
-        x = layer(x, jax.tree.map(lambda w, number=number: jnp.asarray(w[number]), layers))[0]
+    x, _ = lax.scan(lambda x, w: (layer(x, w)[0], None), first(shared, batch), layers)
     (loss, weight), _ = last(shared, x, batch, ())
     return loss / weight
 
@@ -193,8 +195,7 @@ def test_what_functions_must_return(function):
         traced(function, stage_fn, lambda shared, x, batch: ((jnp.sum(x), 1), {"a": "text"}))
 
 
-@BOTH
-@pytest.mark.parametrize("function", [value, value_and_grad])
+@pytest.mark.parametrize(("function", "check_vma"), [(value, False), (value_and_grad, True)])
 def test_kinds_of_outputs(function, check_vma):
     """Numbers of Python, arrays without entries, and arrays that are not of layers."""
 

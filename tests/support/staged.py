@@ -102,10 +102,10 @@ class Model:
     def sums(self, params, batch):
         """The sum of losses and its weight, on one device."""
         layers, shared = params
-        x = self.first(shared, batch)
-        for start in range(0, len(layers["scale"]), self.of_stage):
-            own = {name: w[start : start + self.of_stage] for name, w in layers.items()}
-            x = self.stage(own, x, batch)
+        stages = {name: w.reshape(-1, self.of_stage, *w.shape[1:]) for name, w in layers.items()}
+        x, _ = lax.scan(
+            lambda x, own: (self.stage(own, x, batch), None), self.first(shared, batch), stages
+        )
         return self.last(shared, x, batch)
 
     def on_one_device(self, params, microbatches):
