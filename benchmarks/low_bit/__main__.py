@@ -101,10 +101,10 @@ def check_rings(case: Case, dtype: str, sizes: Sequence[int] = SIZES) -> None:
 
 def step_table(model: trained.Trained) -> Table:
     """A row for each dtype and wire: a step of the trained model, next to float32 as it is."""
+    kinds = [*product(["float32"], EIGHT_BITS), *product(["bfloat16"], ("none", *EIGHT_BITS))]
     rows = [
         [f"{dtype}, {wire}", f"{loss:+.1e}", f"{gradient:.2g}"]
-        for dtype, wires in (("float32", EIGHT_BITS), ("bfloat16", ("none", *EIGHT_BITS)))
-        for wire, loss, gradient in trained.steps(model, dtype, wires)
+        for (dtype, wire), (loss, gradient) in zip(kinds, trained.steps(model, kinds), strict=True)
     ]
     return Table(["step of the trained model", "held-out loss", "gradient"], rows)
 

@@ -50,15 +50,15 @@ def train(model: Model = MODEL, training: Training = TRAINING) -> Trained:
     return Trained(model, training, text, params, training_batch(text, *sizes, training.steps))
 
 
-def steps(trained: Trained, dtype: str, wires: Sequence[str]) -> Iterator[tuple[str, float, float]]:
-    """Yields for each wire the loss on held-out text, relative, and the error of the gradient.
+def steps(trained: Trained, kinds: Sequence[tuple[str, str]]) -> Iterator[tuple[float, float]]:
+    """Yields for each dtype and wire the loss on held-out text, relative, and the gradient's error.
 
     Both are compared with those of float32 gathered as it is, at the same weights.
     """
     loss, gradient = _step(trained, "float32", None)
-    for wire in wires:
+    for dtype, wire in kinds:
         found = _step(trained, dtype, {**WIRES, **EXACT}[wire])
-        yield wire, found[0] / loss - 1, error(found[1], gradient)[0]
+        yield found[0] / loss - 1, error(found[1], gradient)[0]
 
 
 def _step(trained: Trained, dtype: str, wire: LowBit | None) -> tuple[float, np.ndarray]:

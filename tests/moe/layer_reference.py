@@ -1,5 +1,7 @@
 """A mixture of experts on one device: each token times each of its experts, in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,10 +24,13 @@ def kept_by_capacity(chosen, weights, capacity, policy, experts):
     return kept
 
 
+# Operations one by one take longer to compile than together.
+@partial(jax.jit, static_argnames="scoring")
 def scores_of(logits, scoring):
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits)
 
 
+@partial(jax.jit, static_argnames=("scoring", "normalize", "scale"))
 def weights_of(logits, chosen, scoring, normalize, scale):
     if scoring == "selected_softmax":
         weights = jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=1))
@@ -39,7 +44,7 @@ def weights_of(logits, chosen, scoring, normalize, scale):
 def choose(params, top_k, devices, capacity, policy, mask, bias, **how):
     """Returns what is not differentiated: the chosen experts of each token, and which are kept."""
     logits = jnp.asarray(params["tokens"] @ params["router"])
-    choice = np.asarray(scores_of(logits, how["scoring"]) + (0 if bias is None else bias))
+    choice = np.asarray(scores_of(logits, how["scoring"])) + (0 if bias is None else bias)
     chosen = np.argsort(-choice, axis=1, kind="stable")[:, :top_k]
     weights = np.asarray(weights_of(logits, chosen, **how))
     chosen = chosen if mask is None else np.where(mask[:, None], chosen, -1)

@@ -88,10 +88,8 @@ def test_in_shard_map_with_rows_of_each_device(gate, bias, weights):
         make(own, 21, gate=gate, bias=bias, weights=weights, seed=i) for i, own in enumerate(sizes)
     ]
     args = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-    # "auto" traces what other platforms do as well.
-    implementation = "auto" if gate and bias else "blocks"
     assert_matches_reference(
-        partial(call, implementation=implementation),
+        partial(call, implementation="blocks"),  # "auto" traces what other platforms do as well
         over_devices(4),
         *args[: 3 + weights],
         mesh=make_mesh("dp=2,ep=4"),

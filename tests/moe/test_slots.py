@@ -1,6 +1,6 @@
 """Experts in slots, and in blocks beyond them, against each expert by itself."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +90,18 @@ def value_and_gradients(function):
     return jax.jit(run)
 
 
+@cache
+def of_slots(slots, lengths):
+    """The program, for tests that differ in rows alone."""
+    return value_and_gradients(partial(in_slots, slots, lengths))
+
+
 def test_with_all_beyond_slots_some_or_none():
     with jax.enable_x64(True):
         keys, inputs = make()
         out, gradients = value_and_gradients(reference)(keys, inputs)
         for slots, lengths in ((2, (8, 4)), (8, (4,)), (ROWS, (8,))):
-            found = value_and_gradients(partial(in_slots, slots, lengths))(keys, inputs)
+            found = of_slots(slots, lengths)(keys, inputs)
             assert_alike(found[0], out, atol=1e-10)
             assert_alike(found[1], gradients, atol=1e-6)
 
@@ -131,11 +137,11 @@ def test_the_last_pairs_are_dropped():
 
 
 def test_no_rows_at_all():
-    keys, inputs = make(dtype="float32")
-    keys = jnp.full_like(keys, -1)
-    inputs = inputs._replace(x=jnp.full_like(inputs.x, jnp.nan))
-    own = partial(in_slots, 8, (8, 4))
-    out, grads = value_and_gradients(own)(keys, inputs)
+    with jax.enable_x64(True):
+        keys, inputs = make()
+        nobody = np.full(keys.shape, -1, keys.dtype)
+        inputs = inputs._replace(x=jnp.asarray(np.full(inputs.x.shape, np.nan)))
+        out, grads = of_slots(2, (8, 4))(nobody, inputs)
     assert not np.any(out)
     assert not any(np.any(d) for d in jax.tree.leaves(grads))
 

@@ -6,25 +6,24 @@ import jax.numpy as jnp
 
 def loss(params, tokens, labels, model, training):
     """The mean over the labels that are not -1, and over layers of what their routers cost."""
-    of_routers = 0
-    x = params["embedding"][tokens]  # [b, s, d]
-    for i in range(model.layers):
-        w = {name: stacked[i] for name, stacked in params["layers"].items()}
+
+    def layer(x, w):
         x = x + attention(rms_norm(x, w["attention_norm"]), w, model)
         normed = rms_norm(x, w["mlp_norm"])
-        if model.experts:
-            made, balance, z = mixture(normed, w, model)
-            x = x + made
-            cost = training.balance_loss * balance + training.router_z_loss * z
-            of_routers += cost / model.layers
-        else:
-            x = x + (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+        if not model.experts:
+            made = (jax.nn.silu(normed @ w["gate"]) * (normed @ w["up"])) @ w["down"]
+            return x + made, jnp.zeros((), x.dtype)
+        made, balance, z = mixture(normed, w, model)
+        return x + made, training.balance_loss * balance + training.router_z_loss * z
+
+    # [b, s, d], and what the router of each layer costs.
+    x, of_routers = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
     table = params["embedding"].T if model.tied else params["logits"]
     logits = rms_norm(x, params["final_norm"]) @ table  # [b, s, V]
     chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - chosen
     mean = jnp.where(labels >= 0, losses, 0).sum() / (labels >= 0).sum().astype(losses.dtype)
-    return mean + of_routers
+    return mean + of_routers.mean()
 
 
 def mixture(x, w, model):

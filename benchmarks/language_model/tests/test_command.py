@@ -153,7 +153,7 @@ def test_names_the_command_that_installs_what_is_missing(monkeypatch):
     ("mesh", "how"),
     [
         ("fsdp=2,tp=2", {"wire_dtype": LowBit("int8", columns=64)}),
-        ("pp=2,tp=2", {"virtual_stages": 2, "microbatches": 2}),
+        ("pp=2,dp=2", {"virtual_stages": 2, "microbatches": 2}),
     ],
 )
 def test_predicts_a_step(mesh, how):
@@ -180,12 +180,12 @@ def test_its_step_is_explained(monkeypatch, capsys):
     # A step of the default sizes takes the compiler longer, and has nothing else to say.
     small = parse([*SMALL, "--layers", "2"])
     monkeypatch.setattr("language_model.arguments.parse", lambda _: small)
-    mesh = "pp=2,dp=1,fsdp=1,tp=2,ep=1,cp=1"
+    mesh = "pp=2,dp=2,fsdp=1,tp=1,ep=1,cp=1"
     step = "language_model.predict:make_step"
     options = ["--target", "v5e:2x2", "--mesh", mesh, "--tries", "0", "--no-cache"]
     assert explain_or_predict(["explain", step, *options]) == 0
     printed, _ = capsys.readouterr()
-    assert "a step on v5e:2x2 (pp=2, dp=1, fsdp=1, tp=2, ep=1, cp=1) takes " in printed
+    assert "a step on v5e:2x2 (pp=2, dp=2, fsdp=1, tp=1, ep=1, cp=1) takes " in printed
     assert "where: model.py:" in printed
 
     options[3] = "fsdp=2,tp=2"

@@ -55,64 +55,37 @@ def text():
 
 
 def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text, monkeypatch):
-    """Of experts that one of them pads; `test_processes.py` goes from fsdp=3 to cp=2,tp=2."""
-    sizes = model(heads=3, kv_heads=1, layers=1, experts=6)
-    training = replace(TRAINING, steps=12)
-    one, two = (
-        Trainer(sizes, training, build_mesh(mesh), dispatch="all_gather")
-        for mesh in ("ep=4", "fsdp=2,ep=2")
-    )
-    whole = run(two, text, stop=12)
+    """From a pipeline to a mesh with an expert of padding, and back.
+
+    Devices of the pipeline have layers 0, 2 and 1, 3; checkpoints and loads have the model's order.
+    `test_processes.py` goes from fsdp=3 to cp=2,tp=2.
+    """
+    sizes = model(heads=3, kv_heads=1, layers=4, experts=6)
+    training, how = replace(TRAINING, steps=12), {"microbatches": 2, "dispatch": "all_gather"}
+    plain = Trainer(sizes, training, build_mesh("ep=4"), **how)
+    pipelined = Trainer(sizes, training, build_mesh("pp=2,fsdp=2,ep=2"), virtual_stages=2, **how)
+    whole = run(plain, text, stop=12)
     folder = str(tmp_path / "run")
     with monkeypatch.context() as patch:  # held-out text takes a program of its own
         patch.setattr("language_model.run.validate", lambda *_: None)
-        first = run(one, text, stop=7, checkpoint=folder, save_every=3)
-    second = run(two, text, stop=12, checkpoint=folder)
-    assert (len(first.losses), len(second.losses)) == (7, 12)
-    assert second.losses[:7] == first.losses
-    np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-10)
-    np.testing.assert_allclose(second.validation, whole.validation, rtol=1e-10)
-    assert len(second.experts) == 12
-    for resumed, never_stopped in zip(second.experts, whole.experts, strict=True):
-        assert resumed["loads"] == never_stopped["loads"]
-    assert sorted(int(path.name) for path in (tmp_path / "run").iterdir()) == [7, 12]
-
-    other = replace(one, training=replace(one.training, clip=2.0))
-    with pytest.raises(UsageError, match=r"is of another run: clip 0.5 there, 2.0 here; give what"):
-        Checkpoints(folder, other, text.digest).restore()
-
-
-def test_a_pipeline_takes_part(tmp_path, text, monkeypatch):
-    """Its devices have layers 0, 2 and 1, 3; checkpoints have the model's order."""
-    sizes, folder = model(layers=4), str(tmp_path)
-    training = replace(TRAINING, steps=8)
-    plain = Trainer(sizes, training, build_mesh("dp=8"))
-    pipelined = Trainer(sizes, training, build_mesh("pp=2,tp=2"), 2, virtual_stages=2)
-    whole = run(plain, text, stop=8)
-    with monkeypatch.context() as patch:
-        patch.setattr("language_model.run.validate", lambda *_: None)
-        run(pipelined, text, stop=3, checkpoint=folder)
-        run(plain, text, stop=5, checkpoint=folder)
-    last = run(pipelined, text, stop=8, checkpoint=folder)
-    assert len(last.losses) == 8
+        first = run(pipelined, text, stop=3, checkpoint=folder)
+        second = run(plain, text, stop=7, checkpoint=folder, save_every=3)
+    last = run(pipelined, text, stop=12, checkpoint=folder)
+    assert (len(first.losses), len(second.losses), len(last.losses)) == (3, 7, 12)
+    assert second.losses[:3] == first.losses
+    assert last.losses[:7] == second.losses
     np.testing.assert_allclose(last.losses, whole.losses, rtol=1e-10)
     np.testing.assert_allclose(last.validation, whole.validation, rtol=1e-10)
+    assert len(last.experts) == 12
+    for resumed, never_stopped in zip(last.experts, whole.experts, strict=True):
+        assert resumed["loads"] == never_stopped["loads"]
+        assert len({tuple(layer) for layer in resumed["loads"]}) == 4  # no two layers alike
+        np.testing.assert_allclose(resumed["entropy"], never_stopped["entropy"], rtol=1e-10)
+    assert sorted(int(path.name) for path in (tmp_path / "run").iterdir()) == [7, 12]
 
-
-def test_a_pipeline_tells_the_loads_of_its_experts(text, monkeypatch):
-    """Those of each layer, in the model's order, are those without a pipeline."""
-    monkeypatch.setattr("language_model.run.validate", lambda *_: None)
-    sizes = model(layers=4, heads=3, kv_heads=1, experts=5)
-    training = replace(TRAINING, steps=1)
-    one, two = (
-        run(Trainer(sizes, training, build_mesh(mesh), 2, **how), text, stop=1)
-        for mesh, how in (("dp=2", {}), ("pp=2,dp=2", {"virtual_stages": 2}))
-    )
-    np.testing.assert_allclose(one.losses, two.losses, rtol=1e-10)
-    (found,), (wanted,) = two.experts, one.experts
-    assert found["loads"] == wanted["loads"]
-    assert len({tuple(layer) for layer in wanted["loads"]}) == 4  # no two layers alike
-    np.testing.assert_allclose(found["entropy"], wanted["entropy"], rtol=1e-10)
+    other = replace(plain, training=replace(plain.training, clip=2.0))
+    with pytest.raises(UsageError, match=r"is of another run: clip 0.5 there, 2.0 here; give what"):
+        Checkpoints(folder, other, text.digest).restore()
 
 
 def test_a_checkpoint_of_0_4_0_goes_on(tmp_path, text):
