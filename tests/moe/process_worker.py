@@ -32,7 +32,8 @@ mesh = make_mesh("ep=2,dp=2")  # experts are exchanged between the processes
 
 def layer(params):
     operands = params["tokens"], params["router"], params["experts"]
-    how = {"axis": "ep", "data_axis": "dp", "top_k": 2}
+    # By default what other platforms do is traced as well.
+    how = {"axis": "ep", "data_axis": "dp", "top_k": 2, "implementation": "blocks"}
     return routed_moe_layer(*operands, dispatch="ragged", **how)[0]
 
 

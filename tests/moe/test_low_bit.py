@@ -69,12 +69,10 @@ def truth():
         tokens = params["tokens"]
         weights = weights_of(tokens @ params["router"], chosen, **HOW)
         arriving = tokens + lax.stop_gradient(there - tokens)
-        out = 0 * tokens
-        for expert in range(EXPERTS):
-            share = jnp.sum(jnp.where(chosen == expert, weights, 0), axis=1)
-            w = {name: x[expert] for name, x in params["experts"].items()}
-            out = out + share[:, None] * mlp(arriving, w, jax.nn.silu)
-        return out
+        named = chosen[..., None] == np.arange(EXPERTS)
+        shares = jnp.sum(jnp.where(named, weights[..., None], 0), axis=1)  # [t, E]
+        each = jax.vmap(lambda w: mlp(arriving, w, jax.nn.silu))(params["experts"])
+        return jnp.einsum("te,etd->td", shares, each)
 
     ct = np.random.default_rng(1).standard_normal((32, D)).astype("float32")
     return ct, *with_gradients(plain)(ct, params)

@@ -1,9 +1,12 @@
 """Models of odd sizes, batches of odd sizes, and the comparison of a mesh with the reference."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from language_model import experts
 from language_model.config import Model, Training
 from language_model.parallel import AXES, build_mesh, place_batch
 from language_model.tests import reference
@@ -53,6 +56,12 @@ def draw_batch(model, batch=5, sequence=13, seed=0):
     tokens = rng.integers(0, model.vocabulary, (batch, sequence))
     labels = rng.integers(-1, model.vocabulary, (batch, sequence))
     return tokens.astype(np.int32), labels.astype(np.int32)
+
+
+def quick_experts(monkeypatch):
+    """By default what other platforms do is traced as well, which takes longer than all else."""
+    blocks = partial(experts.routed_moe_layer, implementation="blocks")
+    monkeypatch.setattr(experts, "routed_moe_layer", blocks)
 
 
 def place(trainer, params):

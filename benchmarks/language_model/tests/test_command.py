@@ -16,6 +16,7 @@ from language_model import curves, loads
 from language_model.arguments import parse
 from language_model.config import Model, Training
 from language_model.predict import predict, summary
+from language_model.tests.cases import quick_experts
 
 SMALL = [
     *("--width", "16", "--layers", "1", "--heads", "2", "--hidden", "8", "--batch", "2"),
@@ -61,7 +62,8 @@ def test_writes_and_draws_curves(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("devices_are_there")
-def test_tells_how_evenly_experts_are_used(tmp_path, capsys):
+def test_tells_how_evenly_experts_are_used(tmp_path, capsys, monkeypatch):
+    quick_experts(monkeypatch)
     log, plot, none = (tmp_path / name for name in ("a.json", "a.png", "none.json"))
     steps = ["--steps", "2", "--print-every", "1", "--validation-batches", "0", "--experts", "6"]
     more = ["--capacity-factor", "1", "--log", str(log)]

@@ -14,7 +14,14 @@ from language_model.config import Model, Training
 from language_model.data import Text
 from language_model.parallel import build_mesh, place_batch
 from language_model.run import run
-from language_model.tests.cases import draw_batch, draw_weights, model, place, reference_curve
+from language_model.tests.cases import (
+    draw_batch,
+    draw_weights,
+    model,
+    place,
+    quick_experts,
+    reference_curve,
+)
 from language_model.train import Trainer
 
 TRAINING = Training(steps=50, batch=5, sequence=13, warmup=5, clip=0.5, validation_batches=1)
@@ -61,6 +68,7 @@ def test_saved_on_one_mesh_and_resumed_on_another(tmp_path, text, monkeypatch):
     `test_processes.py` goes from fsdp=3 to cp=2,tp=2.
     """
     sizes = model(heads=3, kv_heads=1, layers=4, experts=6)
+    quick_experts(monkeypatch)
     training, how = replace(TRAINING, steps=12), {"microbatches": 2, "dispatch": "all_gather"}
     plain = Trainer(sizes, training, build_mesh("ep=4"), **how)
     pipelined = Trainer(sizes, training, build_mesh("pp=2,fsdp=2,ep=2"), virtual_stages=2, **how)
