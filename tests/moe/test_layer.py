@@ -116,7 +116,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, masks=(
         out_specs=(rows, P()),
         check_vma=vma,
     )
-    experts = pad_experts(params["experts"], size)
+    experts = jax.jit(pad_experts, static_argnums=1)(params["experts"], size)
     padded = params | {"experts": {k: w for k, w in experts._asdict().items() if w is not None}}
 
     def loss(params, cotangent, mask):
@@ -130,7 +130,7 @@ def run(params, mesh, *, ep="ep", data=(), tp=None, fsdp=None, vma=True, masks=(
     gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
     count = len(params["experts"]["up"])
     for mask in masks:
-        (_, (out, statistics)), grads = gradients(padded, cotangent, mask)
+        (_, (out, statistics)), grads = jax.device_get(gradients(padded, cotangent, mask))
         for name, w in grads["experts"].items():
             assert not np.any(w[count:]), f"padding of {name} has gradients"
         grads["experts"] = {name: w[:count] for name, w in grads["experts"].items()}
