@@ -16,7 +16,7 @@ from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.program.operations import Collective, Loop
 from jaxpar.tools.timeline.idle import idle_share
 
-WIDTH, HIDDEN, ROWS = 1024, 4096, 2048
+WIDTH, HIDDEN, ROWS = 256, 4096, 1024  # compilers of TPUs take long for more
 SCHEDULE = interleaved_1f1b(4, microbatches=8, virtual_stages=2)
 TRIPS = 2 * 8 + 4 - 1  # with forward passes; as many have backward passes
 HOP = 2 * ROWS * WIDTH  # bytes
