@@ -101,7 +101,7 @@ def inputs_and_cotangents(trained: Trained) -> tuple[Any, Any]:
         mean = losses.sum() / (labels >= 0).sum().astype(losses.dtype)
         return mean, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
-    cts, inputs = jax.grad(loss, has_aux=True)({"output": zeros, "down": zeros})
+    cts, inputs = jax.jit(jax.grad(loss, has_aux=True))({"output": zeros, "down": zeros})
     return jax.tree.map(_rows, inputs), jax.tree.map(_rows, cts)
 
 
