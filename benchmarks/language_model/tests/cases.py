@@ -1,18 +1,24 @@
 """Models of odd sizes, batches of odd sizes, and the comparison of a mesh with the reference."""
 
 from functools import partial
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from language_model import experts
+from language_model import experts, predict
+from language_model.arguments import parse
 from language_model.config import Model, Training
 from language_model.parallel import AXES, build_mesh, place_batch
 from language_model.tests import reference
 from language_model.train import Trainer
 from language_model.weights import shapes
 
+SMALL = [  # arguments of the command
+    *("--width", "16", "--layers", "1", "--heads", "2", "--hidden", "8", "--batch", "2"),
+    *("--sequence", "8"),
+]
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 
 
@@ -56,6 +62,13 @@ def draw_batch(model, batch=5, sequence=13, seed=0):
     tokens = rng.integers(0, model.vocabulary, (batch, sequence))
     labels = rng.integers(-1, model.vocabulary, (batch, sequence))
     return tokens.astype(np.int32), labels.astype(np.int32)
+
+
+def make_small_step(mesh):
+    """That of `predict`: one of the default sizes takes compilers longer, and says as much."""
+    small = parse([*SMALL, "--layers", "2"])
+    with patch("language_model.arguments.parse", lambda _: small):
+        return predict.make_step(mesh)
 
 
 def quick_experts(monkeypatch):

@@ -16,12 +16,7 @@ from language_model import curves, loads
 from language_model.arguments import parse
 from language_model.config import Model, Training
 from language_model.predict import predict, summary
-from language_model.tests.cases import quick_experts
-
-SMALL = [
-    *("--width", "16", "--layers", "1", "--heads", "2", "--hidden", "8", "--batch", "2"),
-    *("--sequence", "8"),
-]
+from language_model.tests.cases import SMALL, quick_experts
 
 
 def main(*args):
@@ -179,15 +174,12 @@ def test_sizes_that_are_not_given():
 
 def test_its_step_is_explained(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[2])
-    # A step of the default sizes takes the compiler longer, and has nothing else to say.
-    small = parse([*SMALL, "--layers", "2"])
-    monkeypatch.setattr("language_model.arguments.parse", lambda _: small)
-    mesh = "pp=2,dp=2,fsdp=1,tp=1,ep=1,cp=1"
-    step = "language_model.predict:make_step"
+    mesh = "pp=2,dp=1,fsdp=1,tp=2,ep=1,cp=1"
+    step = "language_model.tests.cases:make_small_step"
     options = ["--target", "v5e:2x2", "--mesh", mesh, "--tries", "0", "--no-cache"]
     assert explain_or_predict(["explain", step, *options]) == 0
     printed, _ = capsys.readouterr()
-    assert "a step on v5e:2x2 (pp=2, dp=2, fsdp=1, tp=1, ep=1, cp=1) takes " in printed
+    assert "a step on v5e:2x2 (pp=2, dp=1, fsdp=1, tp=2, ep=1, cp=1) takes " in printed
     assert "where: model.py:" in printed
 
     options[3] = "fsdp=2,tp=2"
