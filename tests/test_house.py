@@ -45,16 +45,22 @@ FILES = {module_of(path): path for path in SOURCE.rglob("*.py")}
 
 
 @cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports():
     """The modules that each module imports: as it is loaded, in functions, and for types."""
     return {module: _imports(path) for module, path in FILES.items()}
 
 
+@cache
 def homes(package):
     """Where the names are that a package imports on demand."""
     return {
         name.asname or name.name: node.module
-        for node in ast.walk(ast.parse(FILES[package].read_text()))
+        for node in ast.walk(parsed(FILES[package]))
         if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxpar")
         for name in node.names
         if f"{node.module}.{name.name}" not in FILES
@@ -87,7 +93,7 @@ def _imports(path):
         for part in ast.iter_child_nodes(node):
             walk(part, kind)
 
-    walk(ast.parse(path.read_text()), "loaded")
+    walk(parsed(path), "loaded")
     return {kind: names & set(FILES) for kind, names in found.items()}
 
 
@@ -222,11 +228,15 @@ def test_facts_of_the_core(of, most):
     check_ceiling(f"facts of {of}, {', '.join(found)}", len(found), most)
 
 
+@cache
 def functions():
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                yield f"{module_of(path)}.{node.name}", node
+    """Each function of the package: its name, and its tree."""
+    return [
+        (f"{module}.{node.name}", node)
+        for module, path in FILES.items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def body_lines(node):
@@ -275,7 +285,7 @@ def aliases():
     return {
         node.targets[0].id: node.value
         for path in FILES.values()
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
 
@@ -291,10 +301,11 @@ def dimensions(node, known, depth=4):
 
 def is_of_many(node):
     """Whether it is of as many values as there are: `tuple[X, ...]`, `list[X]` and the like."""
-    if not isinstance(node, ast.Subscript):
+    if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
         return False
-    kind, ends = ast.unparse(node.value), ast.unparse(node.slice).endswith(", ...)")
-    return kind in ("list", "Sequence", "Iterable", "dict", "Mapping") or (kind == "tuple" and ends)
+    if node.value.id == "tuple":
+        return ast.unparse(node.slice).endswith(", ...)")
+    return node.value.id in ("list", "Sequence", "Iterable", "dict", "Mapping")
 
 
 def test_arrays_of_a_container_may_differ_in_shape():
@@ -348,7 +359,7 @@ def test_a_name_means_one_thing():
     classes = [
         node.name.strip("_")
         for path in FILES.values()
-        for node in ast.parse(path.read_text()).body
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef)
     ]
     twice = [name for found in (names, classes) for name, n in Counter(found).items() if n > 1]

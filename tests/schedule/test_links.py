@@ -57,7 +57,7 @@ def distances(mesh, wraps):
                     queue.append(other)
         return found
 
-    return [[search(a)[b] for b in places] for a in places]
+    return [[found[b] for b in places] for found in map(search, places)]
 
 
 GRIDS = [
