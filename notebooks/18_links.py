@@ -351,16 +351,19 @@ figure, panels = plt.subplots(2, 1, figsize=(9, 4.2), sharex=True, height_ratios
 for panel, name in zip(panels, ("one ring", "two rings"), strict=True):
     lanes = sorted({event.row for event in lines[name].transfers})
     rows = {row: place for place, row in enumerate(["compute", *lanes])}
+    spans = {}
     for event in lines[name].events:
         if event.row in rows:
-            ring = int(" ring 2" in event.row)
-            style = {
-                "compute": {"fc": "0.45", "ec": "white", "lw": 0.4},
-                "wait": {"fc": "white", "ec": "#D0021B", "hatch": "xxxx", "lw": 0},
-                "transfer": {"fc": RINGS[ring], "hatch": (None, "////")[ring], "ec": "white"},
-            }[event.kind]
-            span = [(1e6 * event.start, 1e6 * event.seconds)]
-            panel.broken_barh(span, (rows[event.row] - 0.42, 0.84), **style)
+            span = 1e6 * event.start, 1e6 * event.seconds
+            spans.setdefault((event.row, event.kind), []).append(span)
+    for (row, kind), several in spans.items():
+        ring = int(" ring 2" in row)
+        style = {
+            "compute": {"fc": "0.45", "ec": "white", "lw": 0.4},
+            "wait": {"fc": "white", "ec": "#D0021B", "hatch": "xxxx", "lw": 0},
+            "transfer": {"fc": RINGS[ring], "hatch": (None, "////")[ring], "ec": "white"},
+        }[kind]
+        panel.broken_barh(several, (rows[row] - 0.42, 0.84), **style)
     panel.set_yticks(list(rows.values()), list(rows), size=10)
     panel.set_ylim(len(rows) - 0.5, -0.5)
     bound = 1e6 * (floor.of_one_ring if name == "one ring" else floor.total)
@@ -391,7 +394,7 @@ for name, links in (("one ring", 2), ("two rings", 4)):
 # %% tags=["varies"]
 print("rows    " + "".join(f"{name:>12}" for name in (*MODES, "auto")))
 totals = {M: {name: line.total for name, line in lines.items()}}
-for rows in (M, 2048, 256):
+for rows in (M, 256):
     row = totals.setdefault(rows, {})
     for name, mode in {**MODES, "auto": "auto"}.items():
         if name not in row:
