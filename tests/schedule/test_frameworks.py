@@ -98,7 +98,9 @@ def test_modules_that_share_weights():
             return self.mlp(x) + self.mlp(x * 2)
 
     run = nnx.jit(lambda model, x: loss_of(model, x))
-    program = compile_for(run, CHIPS, abstract(lambda: Tied(nnx.Rngs(0))), X)
+    program = compile_for(
+        run, CHIPS, abstract(lambda: Tied(nnx.Rngs(0))), of(16, 1024, spec=("fsdp",))
+    )
     assert len(program.jaxpr.jaxpr.invars) in (3, 4)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, target, timeline
 
-LAYERS, ROWS, SIZE = 4, 4096, 1024
+LAYERS, ROWS, SIZE = 3, 1024, 256
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["hidden"],

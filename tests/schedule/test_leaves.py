@@ -82,7 +82,7 @@ def test_static_arguments_of_a_jitted_function():
     program = compile_for(step, CHIPS, WEIGHTS, jax.nn.relu, X, "mlp", 0.5)
     assert list(Edits(program).arguments.leaves) == ["state['down']", "state['up']", "x", "rate"]
     tried = []
-    found = explain(program, tries=9, progress=tried.append)
+    found = explain(program, tries=4, progress=tried.append)
     assert right(tried)
     assert not found.refused
     (without,) = Edits(program).constraints()

@@ -94,7 +94,7 @@ def step_of_lists(state, tokens):
 
 
 CHIPS = target("v5p:2x2x2", "batch=2,model=4")
-TOKENS = jax.ShapeDtypeStruct((16, 512), jnp.int32, sharding=NamedSharding(CHIPS.mesh, P("batch")))
+TOKENS = jax.ShapeDtypeStruct((16, 256), jnp.int32, sharding=NamedSharding(CHIPS.mesh, P("batch")))
 
 
 def laid(rules):
@@ -273,7 +273,7 @@ def test_edits_are_kept_in_the_cache_of_their_program(tmp_path, monkeypatch):
         return h @ params["down"]
 
     spec = NamedSharding(CHIPS.mesh, P("model"))
-    w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=spec)
+    w = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=spec)
     counts, compiler = [], jaxpar.tools.timeline.timeline._text_and_memory
     for _ in range(2):
         compiled = []
