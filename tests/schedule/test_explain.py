@@ -2,7 +2,6 @@
 
 import json
 import re
-import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -286,20 +285,22 @@ def layer(x, w):
     return lax.all_gather(x, "tp", tiled=True) @ w
 
 
-KEPT = tempfile.TemporaryDirectory()  # what edits compile, for all tests that ask for them
-
-
 @cache
 def gather_matmul(rows, compiler_options=None, chip="tpu7x:2x2x1"):
     chosen = target(chip, "tp=-1")
     step = jax.shard_map(layer, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16, sharding=P("tp"))
     w = jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16, sharding=P(None, "tp"))
-    return compile_for(step, chosen, x, w, compiler_options=compiler_options, cache=KEPT.name)
+    return compile_for(step, chosen, x, w, compiler_options=compiler_options)
+
+
+@cache
+def explained():
+    return explain(gather_matmul(4096), tries=1)
 
 
 def test_an_asynchronous_gather_with_nothing_to_hide_behind():
-    found = explain(gather_matmul(4096), tries=1)
+    found = explained()
     (finding,) = found.findings
     assert finding.cause == "nothing to hide behind"
     assert finding.of.collective == "all-gather"
@@ -312,7 +313,7 @@ def test_an_asynchronous_gather_with_nothing_to_hide_behind():
 
 
 def test_an_edit_is_shown_once():
-    record = explain(gather_matmul(4096), tries=1).record()
+    record = explained().record()
     (finding,) = record["findings"]
     untried = {**finding, "gain": None, "tried": []}
     text = text_of({**record, "findings": [untried, finding, untried, finding]})

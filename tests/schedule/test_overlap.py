@@ -16,22 +16,20 @@ from jaxpar.schedule import CompiledProgram, compile_for, target, timeline
 from jaxpar.tools.cli.ops import OPS
 
 SIZE = 1024
-# Each op on TPUs both ways, and on one of two GPUs, which have one compiler and its options.
+# Each op on TPUs both ways, and on one of two GPUs, which have one compiler and its options. Rings
+# of four compile in half the time of those of eight, which have more steps of the same kind: a
+# gather and a scatter have eight.
 TARGETS = [
-    *((op, "v5p:2x2x2", mode) for op in OPS for mode in ("unidirectional", "bidirectional")),
+    *((op, "v5p:2x2x1", mode) for op in OPS for mode in ("unidirectional", "bidirectional")),
+    ("scatter-rows", "v5p:2x2x2", "bidirectional"),
     ("gather-lhs-rows", "h100:8", "unidirectional"),
-    ("gather-lhs-k", "b200:8", "unidirectional"),
-    ("gather-rhs-k", "h100:8", "unidirectional"),
-    ("gather-rhs-cols", "b200:8", "unidirectional"),
-    ("scatter-rows", "h100:8", "unidirectional"),
-    ("scatter-cols", "b200:8", "unidirectional"),
-    ("all-reduce", "h100:8", "unidirectional"),
+    ("gather-lhs-k", "b200:4", "unidirectional"),
+    ("gather-rhs-k", "h100:4", "unidirectional"),
+    ("gather-rhs-cols", "b200:4", "unidirectional"),
+    ("scatter-rows", "h100:4", "unidirectional"),
+    ("scatter-cols", "b200:4", "unidirectional"),
+    ("all-reduce", "h100:4", "unidirectional"),
 ]
-
-# Before jax 0.12 the GPU compiler schedules one of the 19 transfers beside an addition alone.
-ONE_BARE = (
-    ("gather-lhs-k", "gather-rhs-k", "gather-rhs-cols") if jax.__version_info__ < (0, 12) else ()
-)
 
 
 def compiled(op: str, name: str, mode: str) -> CompiledProgram:
@@ -52,7 +50,7 @@ def compiled(op: str, name: str, mode: str) -> CompiledProgram:
 
 
 def test_each_op_is_on_a_gpu():
-    assert {op for op, name, _ in TARGETS if name in ("h100:8", "b200:8")} == set(OPS)
+    assert {op for op, name, _ in TARGETS if name.startswith(("h100", "b200"))} == set(OPS)
 
 
 @pytest.mark.parametrize(("op", "name", "mode"), TARGETS)
@@ -69,7 +67,7 @@ def test_transfers_run_beside_matmuls(op, name, mode):
         assert len(bare) <= 1, bare
         assert played.exposed <= 0.04 * played.total
     else:
-        assert len(bare) <= (op in ONE_BARE and chip in ("h100", "b200")), bare
+        assert not bare
 
 
 def test_transfers_hide_behind_attention_on_tpus():
