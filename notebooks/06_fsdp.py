@@ -339,7 +339,7 @@ np.testing.assert_allclose(norm, optax.global_norm(expected[1]), rtol=1e-4)
 
 # %% tags=["varies"]
 chips = target("v5p:2x2x1", "fsdp=4")
-D, F, ROWS = 512, 2048, 4 * 2048
+D, F, ROWS = 512, 2048, 4 * 512
 big_specs = SPECS["layers"]
 big_shapes = {"norm": (2, D), "up": (2, D, F), "down": (2, F, D)}
 big_layers = {

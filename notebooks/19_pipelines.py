@@ -233,7 +233,7 @@ def array(dtype, *shape, spec):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
 
 
-def predicted(virtual_stages, microbatches=8, width=2048):
+def predicted(virtual_stages, microbatches=8, width=512):
     schedule = pipeline.interleaved_1f1b(4, microbatches, virtual_stages)
     fn = pipeline.value_and_grad(
         lambda layers, x, batch: stage(layers, x, batch, tp=None), first, last, schedule, "pp",
@@ -246,8 +246,8 @@ def predicted(virtual_stages, microbatches=8, width=2048):
             "up": array(jnp.bfloat16, LAYERS, width, 4 * width, spec=P("pp")),
             "down": array(jnp.bfloat16, LAYERS, 4 * width, width, spec=P("pp")),
         },
-        {"table": array(jnp.bfloat16, 8192, width, spec=P())},
-        {name: array(jnp.int32, microbatches, 2048, spec=P()) for name in ("tokens", "labels")},
+        {"table": array(jnp.bfloat16, 4 * width, width, spec=P())},
+        {name: array(jnp.int32, microbatches, width, spec=P()) for name in ("tokens", "labels")},
     )
     return timeline(compile_for(jaxpar.jit(local, mesh=chips.mesh), chips, *args))
 
