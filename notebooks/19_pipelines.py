@@ -255,8 +255,8 @@ def predicted(virtual_stages, microbatches=8, width=512):
 for count in (1, 2):
     played = predicted(count)
     print(
-        f"virtual stages {count}: {played.total * 1e3:.1f} ms, of which the bubble is "
-        f"{played.bubble * 1e3:.1f} ms, and waits for transfers {played.exposed * 1e3:.1f} ms"
+        f"virtual stages {count}: {played.total * 1e6:.0f} us, of which the bubble is "
+        f"{played.bubble * 1e6:.0f} us, and waits for transfers {played.exposed * 1e6:.0f} us"
     )
 
 # %% [markdown]
