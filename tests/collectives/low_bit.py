@@ -1,7 +1,7 @@
 """What is gathered in 8 bits against NumPy, which rounds it in the same way.
 
-`low_bit.py CHECK_VMA DTYPE MODE,... SIZE ...`: a process of its own, as most meshes have more or
-fewer devices than the tests.
+`low_bit.py CHECK_VMA,DTYPE,MODE,SIZE,SIZE,... ...`: a process of its own for several meshes, some
+of which have more devices than the tests. Of a mode that begins with `few:` there are few programs.
 """
 
 import sys
@@ -9,11 +9,12 @@ from math import prod
 
 import jax
 
-CHECK_VMA, DTYPE, MODES = sys.argv[1] == "True", sys.argv[2], sys.argv[3].split(",")
-SIZES = tuple(map(int, sys.argv[4:]))
-N = prod(SIZES)
+MESHES = [
+    (check == "True", dtype, mode, tuple(map(int, sizes)))
+    for check, dtype, mode, *sizes in (text.split(",") for text in sys.argv[1:])
+]
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", N)
+jax.config.update("jax_num_cpu_devices", max(prod(sizes) for *_, sizes in MESHES))
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_disable_most_optimizations", True)
 
@@ -23,22 +24,28 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jaxpar  # noqa: E402
 
-NAMES = ("x", "y", "z")[: len(SIZES)]
-AXES = NAMES[::-1]  # another order than the mesh's
-MESH = jaxpar.make_mesh(dict(zip(NAMES, SIZES, strict=True)))
-ROWS, COLUMNS = P(AXES), P(None, AXES)
 RNG = np.random.default_rng(0)
 LONG, BLOCK = 40, 20  # numbers of a row, and of those that share a scale
-WIRE = jaxpar.LowBit(DTYPE, columns=BLOCK)
-# Round so many devices programs are long: of each flow one with results that are placed, and one
-# with results that are added. What else is gathered differs from these in a matmul's labels alone.
-IN_LOOPS = {
+# Of each flow one with results that are placed, and one with results that are added. What else is
+# gathered differs from these in a matmul's labels alone.
+FEW = {
     "rows of lhs, for two weights",
     "the contracted dimension of rhs",
     "sums, whose cotangents are rounded",
     "blocks behind each other",
     "sums of arrays",
 }
+
+
+def use(check_vma, dtype, sizes, *, few):
+    """Has all that follows run over this mesh, in this dtype; few programs, or all."""
+    global CHECK_VMA, DTYPE, WIRE, N, ONLY_FEW, AXES, MESH, ROWS, COLUMNS
+    CHECK_VMA, DTYPE, WIRE = check_vma, dtype, jaxpar.LowBit(dtype, columns=BLOCK)
+    N, ONLY_FEW = prod(sizes), few
+    names = ("x", "y", "z")[: len(sizes)]
+    AXES = names[::-1]  # another order than the mesh's
+    MESH = jaxpar.make_mesh(dict(zip(names, sizes, strict=True)), devices=jax.devices()[:N])
+    ROWS, COLUMNS = P(AXES), P(None, AXES)
 
 
 def normal(*shape):
@@ -57,7 +64,7 @@ def arriving(x, along):
 
 def compare(name, mode, fn, in_specs, out_specs, args, expected, *, along=None):
     """The result, and its gradients for a cotangent, which may be gathered along a dimension."""
-    if N > 30 and name not in IN_LOOPS:
+    if ONLY_FEW and name not in FEW:
         return
     mapped = jax.shard_map(
         lambda *args: fn(*args, mode=mode, wire_dtype=WIRE),
@@ -209,7 +216,10 @@ def collectives(mode):
 
 
 def main():
-    for mode in MODES:
+    for check_vma, dtype, mode, sizes in MESHES:
+        print(dtype, *sizes, flush=True)
+        use(check_vma, dtype, sizes, few=mode.startswith("few:"))
+        mode = mode.removeprefix("few:")
         matmuls(mode)
         collectives(mode)
     print("all", flush=True)

@@ -30,6 +30,10 @@ KINDS = ("bool", *INTEGERS, *FLOATS, "float8_e8m0fnu", "complex64")
 TWO_BITS = ("int2", "uint2")
 N = 4
 AXES = ("a", "b")
+# Each kind of types goes round a ring, and by a collective.
+each_mode = pytest.mark.parametrize(
+    ("mode", "check_vma"), [(mode, number % 2 == 0) for number, mode in enumerate(MODES)]
+)
 both_kinds_of_types = pytest.mark.parametrize("check_vma", [True, False])
 
 
@@ -84,8 +88,7 @@ def of_devices(x):
     return x.reshape(N, len(x) // N, *x.shape[1:])
 
 
-@both_kinds_of_types
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_gathers(mode, check_vma):
     x = blocks(two_bits=mode in RINGS)
 
@@ -142,8 +145,7 @@ def test_exchanges(check_vma):
     check(found, x, lambda leaf, _: leaf[wanted])
 
 
-@both_kinds_of_types
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 def test_sums(mode, check_vma):
     """Of every kind that has sums, and of arrays without numbers. Two ones are added, or none."""
     ones = np.add.outer(np.arange(N), np.arange(N * 6)).reshape(N, N, 6) % 2 == 0

@@ -208,10 +208,10 @@ def test_a_table_whose_features_lie_over_the_batchs_axis():
         logits = (x @ params["table"].T).astype(jnp.float32)
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
 
-    shapes = {"table": (1024, 256), "up": (256, 512), "down": (512, 256)}
+    shapes = {"table": (512, 128), "up": (128, 256), "down": (256, 128)}
     params = {name: of_shape(*shape) for name, shape in shapes.items()}
     pair = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
-    tokens = of_shape(8, 256, dtype=jnp.int32)
+    tokens = of_shape(8, 128, dtype=jnp.int32)
     wrong = LayoutMap({"table": ("tp", "fsdp"), **pair}, batch=P("fsdp")).layout(params, MESH)
     found = wrong.explain(jax.value_and_grad(loss), "v5e:2x2", tokens, tries=2)
     table, *others = found.tried

@@ -137,7 +137,7 @@ def same_on_the_mesh(function, params, batch, rules, mesh):
 
 def test_a_flax_model():
     net, tokens = Net(), np.zeros((4, 6), np.int32) + np.arange(6, dtype=np.int32)
-    params = net.init(jax.random.key(0), tokens)
+    params = jax.jit(net.init)(jax.random.key(0), tokens)
 
     def loss(params, tokens):
         return jnp.mean(jax.nn.logsumexp(net.apply(params, tokens), axis=-1) ** 2)
@@ -184,8 +184,8 @@ def test_layers_of_one_kind_have_one_rule(name):
 
 
 def test_equinox_and_nnx_models():
-    mlp = eqx.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
-    x = jnp.ones((4, 8))
+    shaped, key = eqx.filter_eval_shape, jax.random.key(0)  # nothing is computed
+    mlp, x = shaped(lambda: eqx.nn.MLP(8, 8, 32, 2, key=key)), F32((4, 8))
 
     def loss(model, x):
         return jnp.sum(jax.vmap(model)(x) ** 2)
@@ -195,12 +195,12 @@ def test_equinox_and_nnx_models():
     # Columns and rows of [out, in], beginning with the first or with the second.
     assert found in ([P("tp"), P(None, "tp"), P("tp")], [P(), P("tp"), P(None, "tp")])
 
-    attention = eqx.nn.MultiheadAttention(4, 8, key=jax.random.key(0))  # asks for its dropout
+    attention = shaped(lambda: eqx.nn.MultiheadAttention(4, 8, key=key))  # asks for its dropout
 
     def attended(model, x):
         return jnp.sum(jax.vmap(lambda y: model(y, y, y))(x) ** 2)
 
-    rules = infer_layout(attended, attention, jnp.ones((4, 6, 8)), make_mesh("dp=2,tp=4"))
+    rules = infer_layout(attended, attention, F32((4, 6, 8)), make_mesh("dp=2,tp=4"))
     assert rules.match("query_proj/weight") == P("tp")
     assert rules.match("output_proj/weight") == P(None, "tp")
 
@@ -212,7 +212,7 @@ def test_equinox_and_nnx_models():
         def __call__(self, x):
             return self.b(nnx.relu(self.a(x)))
 
-    graph, state = nnx.split(Two())
+    graph, state = nnx.split(nnx.eval_shape(Two))
     rules = infer_layout(
         lambda s, x: jnp.sum(nnx.merge(graph, s)(x) ** 2), state, x, make_mesh("tp=8"), show=None
     )
@@ -253,7 +253,7 @@ def test_a_convolutional_model():
             return nn.Dense(10, name="head")(x.mean((1, 2)))
 
     net, x = Convolutions(), jnp.ones((4, 8, 8, 3))
-    params = net.init(jax.random.key(0), x)
+    params = jax.jit(net.init)(jax.random.key(0), x)
 
     def loss(params, x):
         return jnp.mean(net.apply(params, x) ** 2)

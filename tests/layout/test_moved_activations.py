@@ -155,11 +155,11 @@ def moved(rules, function, params, batch, mesh):
     return warned, whole_batches(program, ROWS, FEATURES) if over.spec else []
 
 
-# All models over both axes; of one axis alone, which is a part of that, each with some.
+# All models over both axes; of one axis alone, which is a part of that, each with one.
 OF_ONE_AXIS = {
-    "fsdp=8": ("tied", "untied, scanned"),
-    "tp=8": ("fused", "positions"),
-    "dp=2,tp=4": ("untied, scanned", "fused"),
+    "fsdp=8": ("tied",),
+    "tp=8": ("positions",),
+    "dp=2,tp=4": ("fused",),
 }
 
 

@@ -18,8 +18,8 @@ from jaxpar.testing import (
     assert_peak_memory,
 )
 
-X = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16, sharding=P("tp"))
-W = jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16, sharding=P(None, "tp"))
+X = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=P("tp"))
+W = jax.ShapeDtypeStruct((2048, 16384), jnp.bfloat16, sharding=P(None, "tp"))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_naive_fails_and_the_text_says_why():
     )
     assert second == "Waited for the longest:"
     assert re.fullmatch(
-        r"  [0-9.]+ ms: all-gather over tp, 1 run, 48 MiB sent by a device over 2 of its 2 links",
+        r"  [0-9.]+ ms: all-gather over tp, 1 run, 12 MiB sent by a device over 2 of its 2 links",
         transfer,
     )
     assert re.fullmatch(
@@ -146,15 +146,15 @@ def test_collectives_of_both_passes_are_counted_exactly():
 
 @pytest.mark.usefixtures("compiler")
 def test_memory_is_told_with_the_largest_arrays():
-    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=P("tp"))
-    whole = 4096 * 4096 * 4
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32, sharding=P("tp"))
+    whole = 2048 * 2048 * 4
     assert_peak_memory(jnp.sin, "v5e:2x2", x, at_most=whole // 2)
     with pytest.raises(AssertionError) as caught:
         assert_peak_memory(lambda x: jnp.sin(x) @ jnp.cos(x).T, "v5e:2x2", x, at_most=whole)
     first, largest, *_, remedy = str(caught.value).splitlines()
     assert first.startswith("assert_peak_memory: for v5e:2x2 (4 x TPU v5 lite, mesh tp=4) a device")
-    assert "more than at_most=67_108_864 (64 MiB). The largest arrays at the peak:" in first
-    assert re.match(r"  \d+ MiB \w+\[\d+,4096\] \w+ at test_compiled\.py:\d+ in <lambda>", largest)
+    assert "more than at_most=16_777_216 (16 MiB). The largest arrays at the peak:" in first
+    assert re.match(r"  \d+ MiB \w+\[\d+,2048\] \w+ at test_compiled\.py:\d+ in <lambda>", largest)
     assert remedy.startswith("Remedy: shard what is large over more axes")
 
 
