@@ -141,7 +141,7 @@ def test_a_conditional_adds_in_the_epilogue_of_the_matmul(op, share, compiled):
 
 
 def test_a_conditional_has_transfers_start_before_the_turn(compiled):
-    shape = (16384, 4096, 16384)
+    shape = (16384, 2048, 16384)
     late = TpuOrder(delays_transfers=False)
     as_one, apart = (
         timeline(compiled(order, "v5p:2x2x2", "gather-lhs-rows", *shape)) for order in (V5P, late)
