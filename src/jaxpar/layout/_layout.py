@@ -605,7 +605,7 @@ class Layout(Mapping[str, ArrayLayout]):
         Example:
           >>> def loss(params, x):
           ...     return jnp.sum(jnp.tanh(x @ params["up"]) @ params["down"])
-          >>> shape = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+          >>> shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
           >>> rules = LayoutMap({"up": ("tp", None), "down": ("tp", None)})  # up is exchanged
           >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
           >>> layout = rules.layout({"up": shape, "down": shape}, mesh)
