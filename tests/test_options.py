@@ -64,7 +64,7 @@ def test_the_compiler_takes_the_options_and_frees_the_collectives(kind):
         out_specs=(list(outs), P()),
         check_vma=False,
     )
-    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P())
+    w = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=P())
     transfers = timeline(compile_for(function, described, X, w)).transfers
     assert transfers
     for name in freed:
