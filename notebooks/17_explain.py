@@ -257,7 +257,7 @@ text, program = mended(
 # ## 4. A gather in a loop
 
 # %% tags=["varies"]
-finding = best(program, tries=4, findings=2)
+finding = best(program, tries=2, findings=2)
 show(finding)
 assert finding.cause == "sent twice"
 
@@ -304,7 +304,7 @@ text, program = mended(
 # ## 6. Devices in the order of their numbers
 
 # %% tags=["varies"]
-finding = best(program, tries=8, findings=6)
+finding = best(program, tries=2, findings=2)
 show(finding)
 assert finding.cause == "links apart"
 
@@ -329,7 +329,7 @@ text, program = mended(
 # ## 7. A checkpoint that sends again
 
 # %% tags=["varies"]
-finding = best(program, tries=8, findings=6)
+finding = best(program, tries=2, findings=2)
 show(finding)
 assert finding.cause == "sent twice"
 
