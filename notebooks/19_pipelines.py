@@ -233,7 +233,7 @@ def array(dtype, *shape, spec):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=spec)
 
 
-def predicted(virtual_stages, microbatches=8, width=512):
+def predicted(virtual_stages, microbatches=4, width=512):
     schedule = pipeline.interleaved_1f1b(4, microbatches, virtual_stages)
     fn = pipeline.value_and_grad(
         lambda layers, x, batch: stage(layers, x, batch, tp=None), first, last, schedule, "pp",
