@@ -40,18 +40,15 @@ def make(seed=0, *, gate=True, bias=True, dtype="float64"):
 def reference(keys, inputs):
     x, experts, weights = inputs
     x = jnp.where(jnp.isnan(x), 0, x)
-    out = jnp.zeros_like(x)
-    for group in range(GROUPS):
-        own = jax.tree.map(lambda w, group=group: w[group], experts)
-        bias = lambda b: 0 if b is None else b  # noqa: E731
-        hidden = x @ own.up + bias(own.up_bias)
-        if own.gate is None:
-            hidden = jax.nn.silu(hidden)
-        else:
-            hidden = jax.nn.silu(x @ own.gate + bias(own.gate_bias)) * hidden
-        share = jnp.sum(jnp.where(keys == group, weights, 0), axis=1, keepdims=True)
-        out = out + share * (hidden @ own.down + bias(own.down_bias))
-    return out
+    bias = lambda b: 0 if b is None else b[:, None]  # noqa: E731
+    hidden = x @ experts.up + bias(experts.up_bias)  # [group, row, feature]
+    if experts.gate is None:
+        hidden = jax.nn.silu(hidden)
+    else:
+        hidden = jax.nn.silu(x @ experts.gate + bias(experts.gate_bias)) * hidden
+    of_group = keys == np.arange(GROUPS, dtype=np.int32)[:, None, None]
+    share = jnp.sum(jnp.where(of_group, weights, 0), axis=-1, keepdims=True)
+    return jnp.sum(share * (hidden @ experts.down + bias(experts.down_bias)), axis=0)
 
 
 def in_slots(slots, lengths, keys, inputs, pairs=ROWS * K):
