@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.tools.cli.console import UsageError
 from language_model.data import PADDING
 from language_model.parallel import AXES, build_mesh, mesh_axes, pad_batch, padded_sizes
-from language_model.tests.cases import ONE_DEVICE, check_float32, check_float64, draw_weights, model
+from language_model.tests.cases import (
+    ONE_DEVICE,
+    check_float32,
+    check_float64,
+    draw_weights,
+    model,
+    quick_experts,
+)
 from language_model.weights import count, initialise, lay_out
 
 
@@ -41,7 +48,8 @@ def test_experts_equal_one_device():
         ("pp=2,fsdp=2,ep=2", {"experts": 5}, {"dispatch": "ragged"}),
     ],
 )
-def test_pipelines_equal_one_device(mesh, sizes, how):
+def test_pipelines_equal_one_device(mesh, sizes, how, monkeypatch):
+    quick_experts(monkeypatch)
     with jax.enable_x64(True):
         check_float64(mesh, model(**sizes), **how)
 
