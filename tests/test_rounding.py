@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-DEEP = (  # some layers, second derivatives, sums that cancel
-    "layers/test_fsdp.py::test_scan_of_integers_among_the_weights",
-    "layers/test_groups.py::test_an_axis_that_loss_fn_does_not_name_needs_no_sum",
-    "layers/test_regions.py::test_twice_in_reverse",
-    "layout/test_layout.py::test_a_scan_with_its_dimensions",
-    "moe/test_statistics.py::test_gradients_inside",
+DEEP = (  # some layers, second derivatives, sums that cancel: each test both times
+    ("layers/test_fsdp.py::test_scan_of_integers_among_the_weights", ("[5-True]", "[2-False]")),
+    ("layers/test_groups.py::test_an_axis_that_loss_fn_does_not_name_needs_no_sum", ("", "")),
+    ("layers/test_regions.py::test_twice_in_reverse", ("[False]", "[True]")),
+    ("layout/test_layout.py::test_a_scan_with_its_dimensions", ("", "")),
+    ("moe/test_statistics.py::test_gradients_inside", ("[names0-True]", "[names1-False]")),
 )
 
 
@@ -29,8 +29,8 @@ def test_with_other_rounding(isa, threads, seed):
         "NPROC": str(threads),  # XLA's threads
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
     }
-    names = [str(TESTS / name) for name in DEEP]
+    names = [f"{TESTS / name}{cases[seed - 1]}" for name, cases in DEEP]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names]
     run = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout
-    assert "9 passed" in run.stdout
+    assert "5 passed" in run.stdout

@@ -189,9 +189,9 @@ def naive_tensor_parallelism(mesh, mend):
         local, mesh=mesh, in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp")
     )
     args = (
-        shape(mesh, (2048, 4096), "tp"),
-        shape(mesh, (4096, 16384), None, "tp"),
-        shape(mesh, (16384, 1024), "tp"),
+        shape(mesh, (2048, 2048), "tp"),
+        shape(mesh, (2048, 4096), None, "tp"),
+        shape(mesh, (4096, 512), "tp"),
     )
     return step, args
 
@@ -233,10 +233,10 @@ def barrier_before_work(mesh, mend):
     specs = (P("tp"), P(None, "tp"), P("tp"), P())
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(None, "tp"), P("tp")))
     args = (
-        shape(mesh, (2048, 4096), "tp"),
-        shape(mesh, (4096, 1024), None, "tp"),
-        shape(mesh, (16384, 2048), "tp"),
-        shape(mesh, (2048, 2048)),
+        shape(mesh, (2048, 2048), "tp"),
+        shape(mesh, (2048, 1024), None, "tp"),
+        shape(mesh, (8192, 1024), "tp"),
+        shape(mesh, (1024, 2048)),
     )
     return step, args
 
