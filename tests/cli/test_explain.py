@@ -80,6 +80,19 @@ def model(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def compiled_here(monkeypatch):
+    """Serves in this process, where the compiler is started already."""
+
+    def converse(module, task, take, environment):
+        serve(json.loads(json.dumps(task)), take)
+
+    monkeypatch.setattr(command, "converse", converse)
+    yield
+    for name in ("slow", "toylayers", "toylayers.dense"):  # another test's
+        sys.modules.pop(name, None)
+
+
 def test_what_it_prints_and_writes(model, capsys):
     command = ["explain", "slow:make", "--target", "v5e:2x2"]
     files = ["--json", "a.json", "--html", "a.html", "--trace", "t.json", "--plot", "a.png"]
@@ -114,7 +127,7 @@ def test_what_it_prints_and_writes(model, capsys):
     assert "better:" not in printed
 
 
-def test_lines_of_a_framework(model, capsys):
+def test_lines_of_a_framework(model, compiled_here, capsys):
     package = model / "site-packages" / "toylayers"
     package.mkdir(parents=True)
     (package / "dense.py").write_text("def dense(x, w):\n    return x @ w\n")
@@ -211,7 +224,7 @@ def test_a_page_is_safe_of_what_a_program_says():
     assert "nothing to mend here" in page
 
 
-def test_a_program_that_fails_is_told_in_one_line(model, capsys):
+def test_a_program_that_fails_is_told_in_one_line(model, compiled_here, capsys):
     assert main(["explain", "slow:is_broken", "--target", "v5e:2x2"]) == 1
     printed, said = capsys.readouterr()
     assert printed == ""
@@ -242,7 +255,7 @@ def test_a_program_that_fails_is_told_in_one_line(model, capsys):
         (["--mesh", "dp=3,tp=-1"], "--mesh dp=3,tp=-1: "),
     ],
 )
-def test_wrong_usage_is_one_line(arguments, words, model, capsys):
+def test_wrong_usage_is_one_line(arguments, words, model, compiled_here, capsys):
     (model / "text.json").write_text("no JSON")
     (model / "list.json").write_text("[]")
     (model / "part.json").write_text('{"findings": []}')

@@ -46,7 +46,7 @@ def played(function, chips, *more):
         out_specs=P("pp"),
         check_vma=False,
     )
-    x = jax.ShapeDtypeStruct((4, 2048, 2048), jnp.bfloat16, sharding=P("pp"))
+    x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16, sharding=P("pp"))
     return timeline(compile_for(local, chips, x, *more))
 
 

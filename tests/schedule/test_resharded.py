@@ -26,7 +26,7 @@ from jaxpar.tools.explain.trials import Budget, Trials
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.rule_candidates import Data, candidates
 
-LAYERS, WIDTH, HEADS, SIZE, HIDDEN, ROWS = 2, 512, 8, 64, 1024, 1024
+LAYERS, WIDTH, HEADS, SIZE, HIDDEN, ROWS = 2, 256, 8, 32, 512, 512
 KEYS = 4  # heads of keys and values
 WRONG = ("model", "batch", None)
 RULES = {
@@ -94,7 +94,7 @@ def step_of_lists(state, tokens):
 
 
 CHIPS = target("v5p:2x2x2", "batch=2,model=4")
-TOKENS = jax.ShapeDtypeStruct((16, 256), jnp.int32, sharding=NamedSharding(CHIPS.mesh, P("batch")))
+TOKENS = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=NamedSharding(CHIPS.mesh, P("batch")))
 
 
 def laid(rules):
