@@ -112,7 +112,7 @@ def test_collectives_inside_of_slices_are_those_of_one():
 
 
 def test_a_transfer_between_slices_is_hidden_by_enough_work():
-    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
 
     def passed_on(x, w):
         return lax.ppermute(x, "pp", [(0, 1), (1, 0)])
@@ -120,8 +120,8 @@ def test_a_transfer_between_slices_is_hidden_by_enough_work():
     def with_work(x, w):
         return passed_on(x, w) + jnp.tanh(w @ w)[: x.shape[0], : x.shape[1]]
 
-    alone = timeline(compiled(TWO, passed_on, (8 * 256, 4096), w))
-    beside = timeline(compiled(TWO, with_work, (8 * 256, 4096), w))
+    alone = timeline(compiled(TWO, passed_on, (8 * 64, 2048), w))
+    beside = timeline(compiled(TWO, with_work, (8 * 64, 2048), w))
     (transfer,) = beside.transfers
     assert alone.exposed == pytest.approx(alone.transfers[0].seconds)
     assert transfer.covers
@@ -199,8 +199,8 @@ def test_transfers_that_queue_for_the_network():
         return [lax.psum(x @ w, "pp") for w in weights]
 
     both = target("2xv6e:2x2", "pp=2,tp=4")
-    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16, sharding=P())] * 3
-    x = jax.ShapeDtypeStruct((8 * 2048, 2048), jnp.bfloat16, sharding=P(("pp", "tp")))
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P())] * 3
+    x = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.bfloat16, sharding=P(("pp", "tp")))
     mapped = jax.shard_map(
         step, in_specs=(P(), P(("pp", "tp"))), out_specs=P("tp"), check_vma=False
     )
