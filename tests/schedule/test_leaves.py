@@ -23,7 +23,7 @@ def of(*shape, spec=(), dtype=jnp.bfloat16):
 
 
 # Of every kind of leaf one; `up` is sharded by the wrong dimension.
-WEIGHTS = {"up": of(512, 2048, spec=("tp",)), "down": of(2048, 512, spec=("tp",))}
+WEIGHTS = {"up": of(512, 4096, spec=("tp",)), "down": of(4096, 512, spec=("tp",))}
 OTHERS = {
     "act": jax.nn.relu,
     "name": "mlp",
@@ -54,8 +54,7 @@ def right(edits):
 
 
 def test_leaves_of_all_kinds():
-    wide = {"up": of(512, 4096, spec=("tp",)), "down": of(4096, 512, spec=("tp",))}
-    program = compile_for(step, CHIPS, wide | OTHERS, {"x": X, "mask": None})
+    program = compile_for(step, CHIPS, WEIGHTS | OTHERS, {"x": X, "mask": None})
     names = list(Edits(program).arguments.leaves)
     assert names == [
         *(f"state['{name}']" for name in ("double", "down", "key", "scale", "times", "up")),
