@@ -364,7 +364,7 @@ plt.show()
 #
 # In the forward pass no ring holds the full `x`:
 
-# %%
+# %% tags=["varies"]
 memory["hand-written ring"] = temporary_mib(by_columns(hand_ring), *BIG)
 memory["one direction"] = temporary_mib(with_mode("unidirectional"), *BIG)
 memory["both directions"] = temporary_mib(with_mode("bidirectional"), *BIG)

@@ -63,7 +63,7 @@ from jaxpar.testing import assert_overlapped
 
 # %%
 chips = target("v5e:2x4", "tp=8")
-print(chips.mesh.shape, "of", chips.chip.kind)
+print(dict(chips.mesh.shape), "of", chips.chip.kind)
 M, K, N = 2048, 4096, 16384
 ARGS = (
     jax.ShapeDtypeStruct((M, K), jnp.bfloat16, sharding=P("tp")),

@@ -20,8 +20,10 @@ MODULES = (
     *("IPython.core.interactiveshell", "matplotlib.pyplot", "optax", "jaxpar.layers"),
     *("jaxpar.layout", "jaxpar.moe", "jaxpar.schedule", "jaxpar.testing"),
 )
-# As kernels have it; and XLA's remarks have times and places in them.
+# As kernels have it; XLA's remarks have times and places in them; JAX's profiler warns with Python
+# 3.13 of a type of its own.
 ENVIRONMENT = {
+    "PYTHONWARNINGS": "ignore:builtin type event_stats has no __module__:DeprecationWarning",
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
