@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from math import log
@@ -105,8 +105,12 @@ class PublicProducts:
     known: dict[tuple[int, int, int], float] = field(default_factory=dict, repr=False)
 
     def has(self, m: int, k: int, n: int) -> bool:
-        sizes = np.array([m, k, n])
-        return bool((self.sizes.min(0) <= sizes).all() and (sizes <= self.sizes.max(0)).all())
+        sizes = zip((m, k, n), self._range, strict=True)
+        return all(low <= size <= high for size, (low, high) in sizes)
+
+    @cached_property
+    def _range(self) -> list[tuple[float, float]]:
+        return list(zip(self.sizes.min(0).tolist(), self.sizes.max(0).tolist(), strict=True))
 
     def of(self, m: int, k: int, n: int) -> float:
         """Returns the seconds of one product [m, k] x [k, n].
