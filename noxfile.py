@@ -67,7 +67,8 @@ NUMERIC = (
 # Tests, by names or parameters, that convert numbers to or from float16 on the way.
 NEED_F16C = (
     *("float16", "float8", "float4", "test_compressed", "test_every_dtype"),
-    *("test_scales_hold_for_neighbours", "on_a_narrow_wire"),
+    *("test_scales_hold_for_neighbours", "on_a_narrow_wire", "test_matmul_reduce_scatter"),
+    *("test_collective_einsum_scatters", "sizes_that_need_not_divide"),  # with a drawn wire dtype
 )
 
 
