@@ -20,6 +20,7 @@ def test_a_step_is_whole(step):
     assert path.endswith(".md")
     assert len(commit) == 40
     assert step.seconds > 0
+    assert "," not in step.name  # it parts the names of `--steps`
     assert all(name.startswith("xla_") for name in step.options)
     given = arguments(step)
     assert f"model_name={step.model}" in given
