@@ -8,7 +8,7 @@ from jaxpar.tools.program.hlo import Computation, Instruction
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _ALIKE = ("convert", "copy", "transpose")  # each number comes from one number
-_IN_PLACE = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion
+_IN_PLACE = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion whose result is its operand
 _HBM = 0  # HLO's number of the memory
 
 
@@ -120,7 +120,7 @@ def _taken(inner: Computation, value: Instruction, results: frozenset[Instructio
 
 def _is_a_view(i: Instruction) -> bool:
     if i.opcode == "fusion" and len(i.operands) == 1:
-        # On TPU7x a copy to another tiling may be no more than how a fusion reads its operand.
+        # A copy to another tiling, in place, is how a fusion reads its operand: nothing is moved.
         free = ("parameter", "copy") if _IN_PLACE in i.attributes else ("parameter",)
         return all(x.opcode in free or _is_a_view(x) for x in i.called[0].instructions)
     return i.opcode in ("bitcast", "reshape")
