@@ -5,6 +5,7 @@ more takes something away first. What a budget is of stands at its test.
 """
 
 import ast
+import builtins
 import inspect
 import subprocess
 import sys
@@ -95,6 +96,31 @@ def _imports(path):
 
     walk(parsed(path), "loaded")
     return {kind: names & set(FILES) for kind, names in found.items()}
+
+
+def unbound(tree):
+    """Returns names that a module reads and nowhere binds; nothing runs those of annotations."""
+    bound = set(dir(builtins)) | {"__file__", "__name__"}
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound |= {name.asname or name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            bound.add(node.name)
+    return read - bound
+
+
+def test_every_name_is_bound():
+    assert unbound(ast.parse("from a import B\nx: B | C = B()")) == {"C"}
+    assert {
+        module: names for module, path in FILES.items() if (names := unbound(parsed(path)))
+    } == {}
 
 
 def closure(module):

@@ -1,7 +1,6 @@
 """The interface of the algorithms over a ring.
 
-A `Way` is an algorithm for one pass, forward or backward. It moves blocks (`gather`), sums
-(`scatter`), or both (`circulate`).
+A `Way` makes one pass. It moves blocks (`gather`), sums (`scatter`), or both (`circulate`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
+    from jaxpar.ring.tasks import Task
 
 # Where a block lies in the full array. For blocks that are used one by one: the owner's index.
 Positions = Any  # Span | Comb | Slab | Array

@@ -25,7 +25,7 @@ _MOST = 30  # errors of a source in a class; more do not count more
 class Error(NamedTuple):
     """One measurement's error, of a source."""
 
-    work: Work
+    work: KindOfWork
     source: str
     logarithm: float  # of predicted / measured
 

@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
-from jaxpar.layout import Layout
+from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.schedule import CompiledProgram, Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.explain.charges import Charges
