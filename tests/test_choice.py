@@ -648,14 +648,14 @@ def test_flows_cut_along_other_labels():
     product = Product("ak", "kn", "an", jnp.bfloat16)
     sizes = {"a": 64, "k": 8, "n": 32}
     for kind in ("scatter", "all-reduce"):
-        rows = flow_of(kind, "a", 4, [product], [sizes], 2, 4)
+        rows = flow_of(kind, "a", 4, [product], [sizes], 16, 32)
         (columns,) = rows.across
         assert (rows.along, columns.along) == ("a", "n")
         assert (rows.whole, columns.whole) == (8 * 32 * 2, 64 * 8 * 2)
         assert columns.shared == (8 * 32 + 64 * 32) * 2
         assert columns.block_bytes == rows.block_bytes == 16 * 32 * 4
         assert columns.sums == columns.minor == 0
-    gathered = flow_of("gather", "a", 4, [product], [sizes], 2, 2)
+    gathered = flow_of("gather", "a", 4, [product], [sizes], 16, 16)
     (contracted,) = gathered.across
     assert (contracted.along, contracted.whole, contracted.sums) == ("k", 0, 64 * 32 * 4)
 
@@ -812,7 +812,7 @@ def test_chunks_place_what_is_no_whole_number_of_lanes_by_passes_of_their_own():
 
     def found(columns):
         sizes = {"a": 24576, "k": 5120, "n": columns}
-        flow = flow_of("gather", "a", 8, [product], [sizes], 2, 2)
+        flow = flow_of("gather", "a", 8, [product], [sizes], 16, 16)
         return flow, time_of(v5p, (replace(flow, across=()),), way, ALL)
 
     (odd, slow), (even, _) = found(1728), found(1792)

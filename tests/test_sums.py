@@ -71,13 +71,14 @@ def test_integers_travel_as_they_are_over_a_wire_of_8_bits(wire):
         np.testing.assert_array_equal(found, [4 * 10**6] * 2)
 
 
-def test_a_wire_for_integers_that_is_too_narrow():
-    message = "all_reduce: wire_dtype=int16 cannot carry sums of int32, which would wrap around"
+@pytest.mark.parametrize(("wire", "dtype"), [("int16", "int32"), ("int4", "int8")])
+def test_a_wire_for_integers_that_is_too_narrow(wire, dtype):
+    message = f"all_reduce: wire_dtype={wire} cannot carry sums of {dtype}, which would wrap around"
     mapped = jax.shard_map(
-        lambda x: all_reduce(x, "y", wire_dtype="int16"),
+        lambda x: all_reduce(x, "y", wire_dtype=wire),
         mesh=make_mesh("x=2,y=4"),
         in_specs=P(),
         out_specs=P(),
     )
     with pytest.raises(TypeError, match=message):
-        jax.eval_shape(mapped, np.ones(4, np.int32))
+        jax.eval_shape(mapped, np.ones(4, dtype))

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jaxpar.matmul._product import Product
+from jaxpar.matmul._work import flow_of
 from jaxpar.ring import run
 from jaxpar.testing import assert_matches_reference, tolerance
 
@@ -54,6 +56,43 @@ CALLS = {
     "scatter": (matmul_reduce_scatter, SCATTER, {}),
     "all-reduce": (matmul_all_reduce, REDUCE, {}),
 }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "wide"),
+    [
+        *(("int4", "naive", "int32"), ("int4", "chunked-2", "int32"), ("int4", "auto", "int32")),
+        *(("uint4", "bidirectional", "uint32"), ("uint4", "stationary", "uint32")),
+        *(("float4_e2m1fn", "naive", "float32"), ("float4_e2m1fn", "multi-ring", "float32")),
+    ],
+)
+@pytest.mark.parametrize("call", ["gather", "scatter", "all-reduce"])
+def test_products_of_4_bits(call, dtype, mode, wide):
+    """Sums are wide: no 4-bit number holds these. XLA's CPU compiles such products with a cast."""
+    calls = {**CALLS, "gather": (all_gather_matmul, GATHER, {})}
+    fn, where, options = calls[call]
+    least = 0 if dtype == "uint4" else -3
+    draw = np.random.default_rng([*map(ord, dtype)])
+    x, w = (draw.integers(least, 4, shape) for shape in ((8, 16), (16, 8)))
+    options = {**options, "preferred_element_type": wide}
+    mode = "naive" if call == "all-reduce" and mode == "stationary" else mode
+    found = shard(fn, where, 4, mode=mode, **options)(x.astype(dtype), w.astype(dtype))
+    assert found.dtype == wide
+    np.testing.assert_array_equal(found, (x @ w).astype(wide))
+
+
+def test_4_bits_hold_no_sums_of_8():
+    x, w = np.ones((8, 16), "int8"), np.ones((16, 8), "int8")
+    with pytest.raises(TypeError, match="preferred_element_type=int4 cannot hold products of int8"):
+        shard(all_gather_matmul, GATHER, 4, preferred_element_type="int4")(x, w)
+
+
+def test_4_bits_count_half_of_8_in_the_cost_model():
+    product, sizes = Product("ak", "kn", "an", "int32"), {"a": 64, "k": 32, "n": 256}
+    narrow, byte = (flow_of("gather", "a", 4, [product], [sizes], n, n) for n in (4, 8))
+    moved = narrow.block_bytes, narrow.whole, narrow.shared
+    assert moved == (byte.block_bytes // 2, byte.whole // 2, byte.shared // 2)
+    assert moved == (64 // 4 * 32 // 2, 32 * 256 // 2, (64 * 32 + 64 * 256) // 2)
 
 
 @pytest.mark.parametrize(

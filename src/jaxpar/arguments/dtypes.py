@@ -43,18 +43,15 @@ def result_dtype(dtype: DTypeLike) -> Any:
 
 def common_dtype(first: Any, second: Any) -> Any:
     """Returns the dtype that holds both, without JAX's promotion rules."""
-    if first == second:
-        return first
-    if first.itemsize == second.itemsize and jnp.issubdtype(first, jnp.floating):
+    one, other = bits_of(first), bits_of(second)
+    if first != second and one == other and jnp.issubdtype(first, jnp.floating):
         return jnp.dtype("float32")  # bfloat16 and float16
-    return first if first.itemsize > second.itemsize else second
+    return first if one > other else second
 
 
 def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
-    if dtype is None:
-        return None
     try:
-        return jnp.dtype(dtype)
+        return None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         raise type_error(
             f"{argument}={dtype!r} is not a dtype; pass one such as jnp.float32 or 'bfloat16'"
@@ -64,7 +61,7 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
 def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
     """Raises if `dtype` would lose digits, signs, fractions or imaginary parts."""
     signed = jnp.issubdtype(given, jnp.signedinteger)
-    narrower = jnp.issubdtype(given, jnp.integer) and dtype.itemsize < given.itemsize
+    narrower = jnp.issubdtype(given, jnp.integer) and bits_of(dtype) < bits_of(given)
     if (
         narrower
         or _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(given))
@@ -84,13 +81,18 @@ def loses_parts(added: Any, dtype: Any) -> bool:
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
+_BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 _KINDS = ("an integer", "a float", "a complex")  # each kind includes those before it
 
 
+def bits_of(dtype: Any) -> int:
+    """Returns the bits of a number in memory: several of 2 or 4 bits share a byte."""
+    return _BITS.get(dtype.name) or 8 * int(dtype.itemsize)
+
+
 def kind_of_dtype(dtype: Any) -> str:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return "a complex"
-    return "a float" if jnp.issubdtype(dtype, jnp.inexact) else "an integer"
+    real = "a float" if jnp.issubdtype(dtype, jnp.inexact) else "an integer"
+    return "a complex" if jnp.issubdtype(dtype, jnp.complexfloating) else real
 
 
 def is_wide_float(dtype: Any) -> bool:
@@ -170,16 +172,14 @@ def as_wire(argument: str, wire: Any) -> Any:
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
-    if not is_wide_float(dtype):
-        return None
-    return wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
+    how = wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
+    return how if is_wide_float(dtype) else None
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:
     """Returns the dtype in which sums travel; None: their own."""
     # int8 is for floats: integer sums would wrap around.
-    if isinstance(wire, LowBit):
-        wire = wire.sums  # the rest is for gathered arrays
+    wire = wire.sums if isinstance(wire, LowBit) else wire  # the rest is for gathered arrays
     if not is_low_bit(wire):
         return wire
     is_own = jnp.issubdtype(dtype, jnp.floating) or kind_of_dtype(wire) == kind_of_dtype(dtype)
@@ -187,16 +187,15 @@ def summed_as(wire: Any, dtype: Any) -> Any:
 
 
 def check_wire(wire: Any, summed: Any) -> None:
-    wire = summed_as(wire, summed)
-    if wire is None:
+    if (wire := summed_as(wire, summed)) is None:
         return
     if jnp.issubdtype(wire, jnp.bool_) or kind_of_dtype(wire) != kind_of_dtype(summed):
         raise type_error(
             f"wire_dtype={wire} cannot carry sums of {summed}; choose {kind_of_dtype(summed)} "
             "dtype, or None"
         )
-    if jnp.issubdtype(summed, jnp.integer) and wire.itemsize < jnp.dtype(summed).itemsize:
+    if jnp.issubdtype(summed, jnp.integer) and bits_of(wire) < bits_of(jnp.dtype(summed)):
         raise type_error(
             f"wire_dtype={wire} cannot carry sums of {summed}, which would wrap around; choose an "
-            f"integer dtype of {8 * jnp.dtype(summed).itemsize} bits or more, or None"
+            f"integer dtype of {bits_of(jnp.dtype(summed))} bits or more, or None"
         )

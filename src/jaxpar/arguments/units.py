@@ -1,26 +1,16 @@
 """Sizes of arrays, and readable times and sizes."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
-
+from jaxpar.arguments.dtypes import bits_of
 from jaxpar.arguments.types import Number
 
 
 def bytes_of(shape: Sequence[int], dtype: Any) -> int:
     """Returns an array's bytes on a device, where numbers of 2 and 4 bits share bytes."""
-    return -(-prod(shape) * _bits_of(dtype) // 8)
-
-
-@lru_cache(maxsize=64)
-def _bits_of(dtype: Any) -> int:
-    for kind, info in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
-        if jnp.issubdtype(dtype, kind) and info(dtype).bits in (2, 4):
-            return int(info(dtype).bits)
-    return 8 * int(dtype.itemsize)
+    return -(-prod(shape) * bits_of(dtype) // 8)
 
 
 def size_text(size: Number) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Num
 
 from jaxpar.arguments.calls import called, public, type_error, value_error
 from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.dtypes import addition_dtype, check_wire, common_dtype
+from jaxpar.arguments.dtypes import addition_dtype, bits_of, check_wire, common_dtype
 from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
@@ -133,7 +133,7 @@ def _buckets(leaves: list[Array], places: list[int], limit: int | None) -> list[
     buckets: list[list[int]] = []
     room = 0
     for at in places:
-        size = leaves[at].size * leaves[at].dtype.itemsize
+        size = leaves[at].size * bits_of(leaves[at].dtype) // 8
         if limit is None or not buckets or size > room:
             buckets.append([])
             room = limit or 0

@@ -52,7 +52,7 @@ def ring_attention(
       k: local `[..., s/n, g, e]` in q's dtype. Query head `j` uses kv head `j // (h // g)`.
       v: local `[..., s/n, g, f]` in q's dtype. g divides h.
       axis: mesh axes that shard the sequence, or an `Axis`. Its `wire_dtype` is only for sums of
-        the gradients of k and v.
+        the gradients of k and v. Chunked modes and `"stationary"` are as `"naive"`.
       segments: local integers `[..., s/n]`, each position's document. A query sees only keys of its
         own segment. Negative segments see, and are seen by, nothing.
       lengths: integers `[...]`, replicated over `axis`: how many positions of each full sequence

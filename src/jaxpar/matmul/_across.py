@@ -8,6 +8,7 @@ import jax
 from jax import Array, lax
 from jaxtyping import Num
 
+from jaxpar.arguments.dtypes import bits_of
 from jaxpar.axis.quantized import Quantized
 from jaxpar.matmul._arrivals import cut_operand
 from jaxpar.matmul._product import Left, Out, Product, partial_dtype, sizes_of
@@ -25,7 +26,7 @@ def _label_of_chunks(
     pairs: Sequence[tuple[Array, Array]],
     chunks: int,
 ) -> str:
-    ring, width = method.way.ring, pairs[0][0].dtype.itemsize
+    ring, width = method.way.ring, bits_of(pairs[0][0].dtype)
     sizes: list[dict[str, int]] = []
     for p, (left, right) in zip(products, pairs, strict=True):
         sizes.append(sizes_of(p, left, right))

@@ -15,7 +15,7 @@ from jaxpar.arguments.checks import (
     check_own,
     check_precision,
 )
-from jaxpar.arguments.dtypes import as_dtype
+from jaxpar.arguments.dtypes import as_dtype, bits_of
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
@@ -146,12 +146,12 @@ def gather(
 
         left = straight_through(how, left, dim)
     low_bit = isinstance(left, Quantized)
-    products, width = [product] * len(rights), rights[0].dtype.itemsize
-    sent = 1 if low_bit else width  # bytes of one number in transfer
+    products, width = [product] * len(rights), bits_of(rights[0].dtype)
+    sent = 8 if low_bit else width  # bits of one number in transfer
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     rounds = ring.low_bit_sums(left.dtype) is not None
-    wire = 1 if rounds else ring.wire(left.dtype).itemsize
+    wire = 8 if rounds else bits_of(ring.wire(left.dtype))
     back = (
         flow_of("scatter", label, ring.size, for_left, sizes, width, wire, quantized=rounds),
         flow_of("gather", label, ring.size, for_rights, sizes, width, sent, quantized=low_bit),
@@ -179,13 +179,13 @@ def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    width = lhs.dtype.itemsize
+    width = bits_of(lhs.dtype)
     rounds = ring.low_bit_sums(dtype) is not None
-    sums = 1 if rounds else ring.wire(dtype).itemsize
+    sums = 8 if rounds else bits_of(ring.wire(dtype))
     forth = flow_of("scatter", label, ring.size, [product], [sizes], width, sums, quantized=rounds)
     gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
     low_bit = ring.low_bit_cotangents(dtype) is not None
-    sent = 1 if low_bit else dtype.itemsize
+    sent = 8 if low_bit else bits_of(dtype)
     back = flow_of(
         "gather", label, ring.size, gradients, [sizes] * 2, width, sent, quantized=low_bit
     )
@@ -201,7 +201,7 @@ def all_reduce(call: EinsumOptions, lhs: Array, rhs: Array) -> Out:
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    label, width, wire = labels.out[0], lhs.dtype.itemsize, ring.wire(dtype).itemsize
+    label, width, wire = labels.out[0], bits_of(lhs.dtype), bits_of(ring.wire(dtype))
     forth = flow_of("all-reduce", label, ring.size, [product], [sizes], width, wire)
     method = call.method(label, (lhs, rhs), (forth,))
     from jaxpar.matmul._all_reduce import all_reduce_einsum  # a gather or scatter does not need it

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.arguments.dtypes import (
+    bits_of,
     check_holds,
     check_wire,
     common_dtype,
@@ -65,10 +66,11 @@ def multiply(
     # A matmul always sums 16-bit numbers in float32. If the matmul itself rounds the result, its
     # derivative has 16-bit operands. With a cast, it would have float32 ones: slow on GPUs.
     rounds = dtype == given and dtype.itemsize == 2
+    read = sums if bits_of(given) < 8 else given  # for XLA's CPU; TPUs' compiler undoes the cast
     out = jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
-        left.astype(given),
-        right.astype(given),
+        left.astype(read),
+        right.astype(read),
         precision=arithmetic.precision,
         preferred_element_type=dtype if rounds else sums,
     )

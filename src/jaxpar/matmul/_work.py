@@ -21,10 +21,10 @@ def flow_of(
 ) -> Flow:
     """Returns a device's work and transfers for products with these full `sizes`.
 
-    `width` and `wire` are bytes of a number, the latter in transfer.
+    `width` and `wire` are bits of a number, the latter in transfer.
     """
     moving = products[0].left if kind == "gather" else products[0].out
-    block = prod(sizes[0][name] for name in moving) // size * wire  # bytes of one block
+    block = prod(sizes[0][name] for name in moving) // size * wire // 8  # bytes of one block
 
     def cut_along(along: str) -> Flow:
         whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned = (0,) * 9
@@ -32,24 +32,25 @@ def flow_of(
             for role in ("left", "right", "out"):
                 labels = getattr(product, role)
                 numbers = prod(numbers_of[name] for name in labels)
+                nbytes = numbers * width // 8
                 travels = kind == "gather" and role == "left"
                 stays = role != "out" and not travels  # read on this device
                 if along in labels:
-                    shared += numbers * width  # each piece uses its own part
-                    cut += numbers * width if stays else 0
+                    shared += nbytes  # each piece uses its own part
+                    cut += nbytes if stays else 0
                     last = not travels and labels.endswith(along)
-                    minor += numbers * width if last and along == label else 0
+                    minor += nbytes if last and along == label else 0
                     apart = numbers_of[labels[-1]] % LANES or moving.endswith(along)
                     placed = kind == "gather" and role == "out" and not last
-                    unaligned += numbers * width if placed and apart else 0
-                    sliced += numbers * width if last and stays else 0
+                    unaligned += nbytes if placed and apart else 0
+                    sliced += nbytes if last and stays else 0
                 elif role == "out":
                     sums += numbers * 4  # float32
                 else:
-                    whole += numbers * width  # each piece reads all of it
+                    whole += nbytes  # each piece reads all of it
                 if kind == "gather" and not travels:
-                    exchanged += numbers * width if label in labels else 0
-                    partners += 0 if label in labels else numbers * width
+                    exchanged += nbytes if label in labels else 0
+                    partners += 0 if label in labels else nbytes
         flops = flops_of(sizes)
         read = (whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned)
         return Flow(kind, flops, block, *read, quantized, along=along, length=sizes[0][along])

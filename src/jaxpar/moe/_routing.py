@@ -333,8 +333,7 @@ def update_router_bias(
     # In integers. A mean that is no integer is between `floor` and the next. Quotients and
     # remainders are summed apart, because the sum of the counts may not fit.
     counts = tokens_per_expert
-    if counts.dtype.itemsize < 4:
-        counts = counts.astype("int32")
+    counts = counts.astype("int32") if counts.dtype.itemsize < 4 else counts
     experts = jnp.asarray(bias.shape[-1], counts.dtype)
     total = partial(jnp.sum, axis=-1, dtype=counts.dtype, keepdims=True)
     quotients, rests = jnp.divmod(counts, experts)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxpar.arguments.dtypes import LowBit, addition_dtype, summed_as
+from jaxpar.arguments.dtypes import LowBit, addition_dtype, bits_of, summed_as
 from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.rounding import encoded
 from jaxpar.axis.varying import checks_varying, spec_of, vary_over
@@ -281,7 +281,7 @@ def _buckets(leaves: Leaves, dims: list[int | None], scales: list[bool], size: i
 
 
 def _is_small(x: Any, size: int) -> bool:
-    return x.size * x.dtype.itemsize * size <= SMALL
+    return x.size * bits_of(x.dtype) * size <= 8 * SMALL
 
 
 def _fits(x: Any, other: Any, joined: int) -> bool:
