@@ -291,3 +291,19 @@ def test_errors(function, error, text):
     with pytest.raises(error) as raised:
         function()
     assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "block", "told"),
+    [
+        ((8, 480), (1, 10), 64, "dimension 1 are no blocks of 64, but of 48, which"),
+        ((8, 480), (8, 10), (1, 64), r"dimension 1 are no blocks of \(1, 64\), but of 48, which"),
+        ((96, 480), (3, 10), 48, "dimension 0 are no blocks of 48, but of 32, which"),
+        ((8, 192), (1, 2), 48, "dimension 1 are no blocks of 48, but of 96 or 128, which"),
+        ((8, 480), (1, 9), 64, "dimension 1 are no blocks of 64; give"),
+    ],
+)
+def test_a_told_block_is_not_read_as_another(shape, scales, block, told):
+    x = Quantized(jnp.ones(shape, "int8"), jnp.ones(scales), block=block)
+    with pytest.raises(ValueError, match=told):
+        x.dequantized()

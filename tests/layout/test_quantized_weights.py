@@ -285,19 +285,21 @@ def test_two_kinds_of_blocks(size, even):
     with pytest.raises(ValueError, match="say which") as error:
         w.dequantized()
     rest = f"128 \\(the last of {size % 128}\\)"
+    both = f"({even}, 128)"  # a number is of all dimensions
     text = (
         rf"^Quantized.dequantized: scales have local shape \({count}, 2\) for values of "
         rf"\({size}, 256\): {count} for {size} entries along dimension 0 are blocks of {even}, or "
-        rf"of {rest}; say which, Quantized\(..., block={even}\) or Quantized\(..., block=128\)"
+        rf"of {rest}; say which, Quantized\(..., block={re.escape(both)}\) or "
+        r"Quantized\(..., block=128\)$"
     )
     assert re.search(text, str(error.value))
     mesh = make_mesh("tp=8")
     with pytest.raises(LayoutError, match=f"are blocks of {even}, or of {rest}; say which"):
         LayoutMap({"w/.*": ("tp",)}).layout({"w": w}, mesh)
-    edits = [int(edit) for edit in re.findall(r"block=(\d+)", str(error.value))]
-    assert edits == [even, 128]
-    for block in edits:
-        told = Quantized(w.values, w.scales, dtype="float32", block=block)
+    edits = re.findall(r"block=(\d+|\([^)]*\))\)", str(error.value))
+    assert edits == [both, "128"]
+    for block, edit in zip((even, 128), edits, strict=True):
+        told = Quantized(w.values, w.scales, dtype="float32", block=ast.literal_eval(edit))
         layout = LayoutMap({"w/.*": ("tp",)}).layout({"w": told}, mesh)
         placed = layout.place({"w": told})["w"]
         np.testing.assert_array_equal(placed.dequantized(), read(w, (block, 128)))

@@ -38,9 +38,11 @@ def block_sizes(argument: str, shape: Shape, scales: Shape, block: Block) -> Sha
         along = f"{count} for {size} entries along dimension {dim} are"
         if not found:
             of = "" if block is None else f" of {block}"
+            others = " or ".join(map(str, () if block is None else _along(size, count, None)))
+            also = f", but of {others}, which `block` takes" if others else ""
             raise value_error(
-                f"{told}{along} no blocks{of}; give one scale, one for each entry, or one for each "
-                "block, of these values: in jax.shard_map, of this device's"
+                f"{told}{along} no blocks{of}{also}; give one scale, one for each entry, or one "
+                "for each block, of these values: in jax.shard_map, of this device's"
             )
         blocks = [f"{n} (the last of {size % n})" if size % n else f"{n}" for n in found]
         texts += [f"{along} blocks of {', or of '.join(blocks)}"] if len(found) > 1 else []
@@ -62,10 +64,9 @@ def _along(size: int, count: int, block: int | None) -> Shape:
     if block is not None and -(-size // block) == count:
         return (block,)
     even = () if size % count else (size // count,)
-    if even and block is not None and block % even[0] == 0:
-        return even  # of scales that were repeated
-    partial = (n for n in PUBLISHED if -(-size // n) == count)
-    return tuple(dict.fromkeys((*even, *partial))) if even or block is None else ()
+    if block is not None:  # other scales than told, but for those that were repeated
+        return even if even and block % even[0] == 0 else ()
+    return tuple(dict.fromkeys((*even, *(n for n in PUBLISHED if -(-size // n) == count))))
 
 
 def _as_block(shape: Shape, scales: Shape, sizes: Shape) -> Block:
