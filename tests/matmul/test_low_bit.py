@@ -301,7 +301,8 @@ SCALES = {
 
 def codes(shape, scales_shape, dtype="float32", values="int8"):
     """Values, scales, and what they stand for."""
-    x = np.clip(np.rint(normal(*shape) * 40), -127, 127).astype(values)
+    most = 7 if "4" in values else 127
+    x = np.clip(np.rint(normal(*shape) * most / 3), -most, most).astype(values)
     scales = (np.abs(normal(*scales_shape)) + 0.1).astype(dtype)
     wide = exactly(scales)
     for dim, (have, want) in enumerate(zip(scales_shape, shape, strict=True)):
@@ -329,6 +330,21 @@ def test_scales(mode, of):
     sent = travelling(mapped, x, w)
     floats = {key: times for key, times in sent.items() if key[1] == "float32"}
     assert mode == "stationary" or floats == {("all_gather", "float32"): 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "values"),
+    [("naive", "int4"), ("bidirectional", "float4_e2m1fn"), ("stationary", "int4")],
+)
+def test_values_of_4_bits(mode, values):
+    """They travel as they are, in half of the bytes."""
+    values, scales, there = codes((16, 48), (16, 3), values=values)
+    w = normal(48, 16)
+    mapped = gathering(mode, None, in_specs=(Quantized(P("tp"), P("tp")), P(None, "tp")))
+    x = Quantized(values, scales)
+    close(jax.jit(mapped)(x, w), there @ w)
+    kinds = {dtype for _, dtype in travelling(mapped, x, w)}
+    assert mode == "stationary" or str(values.dtype) in kinds
 
 
 @pytest.mark.parametrize(("dtype", "values"), [("bfloat16", "float8_e4m3fn"), ("float16", "int8")])
@@ -395,7 +411,7 @@ ROWS = Quantized(P("tp"), P("tp"))
         (
             Quantized(np.ones((8, 48), "int16"), CODES.scales),
             TypeError,
-            r"lhs.values are int16\[2, 48\]; give 8-bit numbers, or the array itself",
+            r"lhs.values are int16\[2, 48\]; give numbers of 8 or 4 bits, or the array",
         ),
         (
             Quantized(CODES.values, np.ones((8, 1), "int32")),

@@ -1,4 +1,4 @@
-"""Arrays of 8-bit numbers with scales."""
+"""Arrays of numbers of at most 8 bits with scales."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ else:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """An array as 8-bit values and the scales that multiply them; a pytree.
+    """An array as values of 8 or 4 bits and the scales that multiply them; a pytree.
 
     Given in place of an array to gather, it travels as it is. One that you make has no derivative.
 
     Args:
-      values: int8 or float8, in the array's shape.
+      values: int8, int4, float8 or float4, in the array's shape.
       scales: floats of the values' rank: along each dimension one, one for each entry, or one for
         each block. In `jax.shard_map` they are of this device's values; blocks along a dimension
         that a matmul gathers need `check_vma=True`.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
       dtype: the array's dtype, for `dequantized`. Matmuls use the other operand's dtype.
-      block: entries of a block, or those along each dimension; the last block may have fewer.
+      block: entries of a block along all dimensions, or along each; the last may have fewer.
         None: as shapes tell. 5 scales of 576 entries are of blocks of 128; 2 of 192 are refused
         (96 and 96, or 128 and 64).
 
@@ -126,8 +126,8 @@ def as_operand(argument: str, x: Any) -> Any:
     scales = as_array(f"{argument}.scales", x.scales)
     if values.dtype.itemsize != 1 or values.dtype == bool:
         raise type_error(
-            f"{argument}.values are {values.dtype}{list(values.shape)}; give 8-bit numbers, or "
-            "the array itself where it is not quantized"
+            f"{argument}.values are {values.dtype}{list(values.shape)}; give numbers of 8 or 4 "
+            "bits, or the array itself where it is not quantized"
         )
     if not jnp.issubdtype(scales.dtype, jnp.floating):
         raise type_error(f"{argument}.scales are {scales.dtype}; give floats, float32 say")

@@ -147,7 +147,7 @@ def gather(
         left = straight_through(how, left, dim)
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), bits_of(rights[0].dtype)
-    sent = 8 if low_bit else width  # bits of one number in transfer
+    sent = bits_of(left.values.dtype) if low_bit else width  # bits of one number in transfer
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     rounds = ring.low_bit_sums(left.dtype) is not None
