@@ -279,6 +279,15 @@ def test_paths_of_other_hosts(path, read, write):
         layout.write_safetensors(path, {"w": jnp.arange(8.0)})
 
 
+def test_what_is_no_path():
+    """The tree in place of the folder, and the reverse."""
+    layout = laid({"w": jnp.arange(8.0)}, {"w": ("tp",)})
+    for path in ({"w": jnp.arange(8.0)}, b"folder"):
+        text = f"where must be a path, a str say, got {type(path).__name__}"
+        with pytest.raises(TypeError, match=f"^Layout.write_safetensors: {text}"):
+            layout.write_safetensors(path, "folder")
+
+
 def test_file_urls_and_collapsed_paths(tmp_path):
     layout = laid({"w": jnp.arange(8.0)}, {"w": ("tp",)})
     with pytest.raises(ValueError, match=re.escape("is no path of this host; give '/a/b'")):

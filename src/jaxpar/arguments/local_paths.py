@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from jaxpar.arguments.calls import value_error
+from jaxpar.arguments.calls import type_error, value_error
 
 # `Path("gs://bucket/a")` has one slash.
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
@@ -27,6 +27,9 @@ _UP = {
 
 def local_path(argument: str, path: str | PathLike[Any], *, writes: bool = False) -> Path:
     """Returns a path of this host; refuses those of stores and sites."""
+    given: Any = path
+    if not isinstance(given, (str, PathLike)):
+        raise type_error(f"{argument} must be a path, a str say, got {type(given).__name__}")
     remote = _REMOTE.fullmatch(str(fspath(path)))
     if remote is None:
         return Path(path)
