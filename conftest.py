@@ -99,9 +99,18 @@ def pytest_make_collect_report(collector):
     return skip_without_compiler((yield))
 
 
+# A flag takes F16C away, without which XLA's CPU computes nothing in float16, nor sums of 8-bit and
+# 4-bit floats: findings/small-floats-add-in-float16-on-cpus.sh.
+WITHOUT_F16C = "--xla_cpu_max_isa=SSE4_2" in os.environ.get("XLA_FLAGS", "")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    return skip_without_compiler((yield))
+    report = skip_without_compiler((yield))
+    text = report.longreprtext if report.failed and WITHOUT_F16C else ""
+    if "Failed to materialize symbols" in text:
+        report.outcome, report.wasxfail = "skipped", "no F16C"
+    return report
 
 
 def pytest_collection_finish(session):
