@@ -594,3 +594,30 @@ def test_numbers_that_share_bytes(dtype):
         out_specs=P("fsdp"),
     )
     assert count_collectives(gather, shape, grad=False).forward_bytes == 7 * 33 * bits
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "entries"),
+    [
+        ((0,), (1,), ("fsdp",)),
+        ((0, 8), (1, 1), ("fsdp",)),
+        ((8, 0), (8, 1), (None, "fsdp")),
+        ((0, 8), (0, 1), ("fsdp", None)),
+        ((0, 8), (1, 8), (Padded("fsdp"), None)),
+    ],
+)
+@pytest.mark.parametrize("check", ["map", "like", "gather"])
+def test_values_of_no_numbers(shape, scales, entries, check):
+    """One scale of none stays whole. Drawn by `nox -s properties`."""
+    mesh, w = make_mesh("fsdp=8"), weight(shape, scales)
+    layout = LayoutMap({"w/values": entries}).layout({"w": w}, mesh)
+    placed = layout.place({"w": w})["w"]
+    if check == "map":
+        assert placed.scales.sharding.is_equivalent_to(layout["w/scales"].sharding, len(scales))
+    elif check == "like":
+        moments = layout.like({"mu": {"w": w}}).place({"mu": {"w": w}})["mu"]["w"]
+        assert moments.scales.sharding == placed.scales.sharding
+    else:
+        back = layout.gather({"w": placed})["w"]
+        assert back.dequantized().shape == shape
+        np.testing.assert_array_equal(back.scales, w.scales)

@@ -92,7 +92,7 @@ def scales_layout(array: Shaped, values: ArrayLayout) -> ArrayLayout | LayoutPro
         for dim, count, size in zip(values.blocks, array.shape, sizes, strict=True)
     )
     pairs = zip(values.spec, values.blocks, blocks, strict=False)
-    entries = trimmed(None if dim.size == 1 < its.size else entry for entry, its, dim in pairs)
+    entries = trimmed(None if dim.size == 1 != its.size else entry for entry, its, dim in pairs)
     spec = PartitionSpec(*entries)
     return ArrayLayout(array.path, array.shape, array.dtype, values.rule, spec, blocks, values.mesh)
 
