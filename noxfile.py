@@ -66,7 +66,7 @@ NUMERIC = (
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """Runs the property tests with 50 times their examples, others each time: hours."""
+    """Runs the property tests with 50 times their examples, others each time: half an hour."""
     session.install("-e", ".[test]")
     found = (f"tests/{name}.py" for name in PROPERTIES)
     session.run(*PYTEST, "--hypothesis-profile", "thorough", *found, *session.posargs)
@@ -74,9 +74,9 @@ def properties(session: nox.Session) -> None:
 
 @nox.session
 def rounding(session: nox.Session) -> None:
-    """Runs tests of numbers with other instruction sets, threads and draws: hours, on x86.
+    """Runs tests of numbers with other instruction sets, threads and draws: 80 minutes.
 
-    With SSE4_2, what XLA's CPU computes in float16 counts as an expected failure (conftest.py).
+    On x86. With SSE4_2, what XLA's CPU computes in float16 is expected to fail (conftest.py).
     """
     session.install("-e", ".[test]")
     for isa, threads, seed in (("AVX2", 1, 1), ("SSE4_2", 4, 2), ("AVX2", 4, 3), ("SSE4_2", 1, 3)):
