@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
 from jaxpar.ring import run
+from jaxpar.schedule import compile_for, target
 from jaxpar.testing import assert_matches_reference, tolerance
 
 rings = pytest.mark.parametrize("mode", ["unidirectional", "bidirectional"])
@@ -79,6 +80,27 @@ def test_products_of_4_bits(call, dtype, mode, wide):
     found = shard(fn, where, 4, mode=mode, **options)(x.astype(dtype), w.astype(dtype))
     assert found.dtype == wide
     np.testing.assert_array_equal(found, (x @ w).astype(wide))
+
+
+@pytest.mark.parametrize("device", ["v5e:2x2", "h100:4"])
+def test_4_bits_on_tpus_and_gpus(device):
+    """TPUs multiply int4 itself, GPUs int8 by tensor cores, not a loop over int32."""
+    chips = target(device, "x=4")
+    step = jax.shard_map(
+        lambda x, w: all_gather_matmul(x, w, "x", mode="naive"), mesh=chips.mesh, **GATHER
+    )
+    shapes = zip(((1024, 512), (512, 1024)), GATHER["in_specs"], strict=True)
+    args = [
+        jax.ShapeDtypeStruct(shape, "int4", sharding=NamedSharding(chips.mesh, spec))
+        for shape, spec in shapes
+    ]
+    text = compile_for(step, chips, *args).text
+    assert "s32[1024,512]" not in text
+    if device == "h100:4":
+        assert "gemm_fusion" in text  # which converts its tiles
+    else:
+        assert "s4[1024,512]" in text
+        assert "s8[1024,512]" not in text
 
 
 def test_4_bits_hold_no_sums_of_8():

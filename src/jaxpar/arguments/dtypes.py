@@ -81,13 +81,14 @@ def loses_parts(added: Any, dtype: Any) -> bool:
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
-_BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
+BYTES = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
+BYTES |= {"float4_e2m1fn": "bfloat16"}  # each holds the numbers of what shares bytes
 _KINDS = ("an integer", "a float", "a complex")  # each kind includes those before it
 
 
 def bits_of(dtype: Any) -> int:
     """Returns the bits of a number in memory: several of 2 or 4 bits share a byte."""
-    return _BITS.get(dtype.name) or 8 * int(dtype.itemsize)
+    return (2 if dtype.name[-1] == "2" else 4) if dtype.name in BYTES else 8 * int(dtype.itemsize)
 
 
 def kind_of_dtype(dtype: Any) -> str:

@@ -179,8 +179,7 @@ def scatter(call: EinsumOptions, label: str, lhs: Array, rhs: Array) -> Out:
     check_own(" and ".join(call.names), (lhs, rhs), ring, "a product", PARTIAL_SUMS)
     lhs, rhs = vary_alike(ring.names, lhs, rhs)
     product = Product(labels.lhs, labels.rhs, labels.out, dtype)
-    width = bits_of(lhs.dtype)
-    rounds = ring.low_bit_sums(dtype) is not None
+    width, rounds = bits_of(lhs.dtype), ring.low_bit_sums(dtype) is not None
     sums = 8 if rounds else bits_of(ring.wire(dtype))
     forth = flow_of("scatter", label, ring.size, [product], [sizes], width, sums, quantized=rounds)
     gradients = gradients_of_scatter([product], [(lhs.dtype, rhs.dtype)])
