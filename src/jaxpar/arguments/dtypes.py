@@ -81,8 +81,8 @@ def loses_parts(added: Any, dtype: Any) -> bool:
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
-BYTES = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
-BYTES |= {"float4_e2m1fn": "bfloat16"}  # each holds the numbers of what shares bytes
+# What shares a byte, and a dtype that holds its numbers.
+BYTES = {"float4_e2m1fn": "bfloat16"} | {f"{u}int{n}": f"{u}int8" for u in ("", "u") for n in "24"}
 _KINDS = ("an integer", "a float", "a complex")  # each kind includes those before it
 
 
