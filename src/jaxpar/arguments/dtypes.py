@@ -81,14 +81,14 @@ def loses_parts(added: Any, dtype: Any) -> bool:
     return is_less or bool(jnp.issubdtype(added, jnp.bool_))
 
 
-# What shares a byte, and a dtype that holds its numbers.
-BYTES = {"float4_e2m1fn": "bfloat16"} | {f"{u}int{n}": f"{u}int8" for u in ("", "u") for n in "24"}
+NARROW = {jnp.dtype(f"{u}int{n}"): (n, jnp.dtype(f"{u}int8")) for u in ("", "u") for n in (2, 4)}
+NARROW[jnp.dtype("float4_e2m1fn")] = 4, jnp.dtype("bfloat16")  # bits, and a dtype of bytes
 _KINDS = ("an integer", "a float", "a complex")  # each kind includes those before it
 
 
 def bits_of(dtype: Any) -> int:
     """Returns the bits of a number in memory: several of 2 or 4 bits share a byte."""
-    return (2 if dtype.name[-1] == "2" else 4) if dtype.name in BYTES else 8 * int(dtype.itemsize)
+    return NARROW[dtype][0] if dtype in NARROW else 8 * dtype.itemsize
 
 
 def kind_of_dtype(dtype: Any) -> str:

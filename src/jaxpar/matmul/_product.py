@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.arguments.dtypes import (
-    BYTES,
+    NARROW,
     check_holds,
     check_wire,
     common_dtype,
@@ -66,7 +66,7 @@ def multiply(
     # A matmul always sums 16-bit numbers in float32. If the matmul itself rounds the result, its
     # derivative has 16-bit operands. With a cast, it would have float32 ones: slow on GPUs.
     rounds = dtype == given and dtype.itemsize == 2
-    read = BYTES.get(given.name, given)  # CPUs multiply these, GPUs fast; for TPUs XLA undoes it
+    read = NARROW.get(given, (0, given))[1]  # for CPUs and GPUs; TPUs' compiler undoes the cast
     out = jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
         left.astype(read),
