@@ -18,9 +18,11 @@ import numpy as np
 from accuracy.plot import draw
 from jaxpar.tools.accuracy import calibrate
 from jaxpar.tools.accuracy.calibrate import LEFT_OUT, Calibration, left_out
+from jaxpar.tools.accuracy.interval import WHOLE
 from jaxpar.tools.accuracy.measurement import measurements
 from jaxpar.tools.accuracy.validate import TITLES, errors_of, table
 from jaxpar.tools.cli.predict_validation import validated
+from steps.step import errors as errors_of_steps
 from tables import Table, update
 
 README = Path(__file__).with_name("README.md")
@@ -39,6 +41,7 @@ def coverage(made: Calibration) -> Table:
                 number
                 for number, one in enumerate(made.errors)
                 if (one.work.platform, one.work.is_large) == (platform, is_large)
+                and one.work.kind != WHOLE
                 and (one.source != LEFT_OUT or number % SOME == 0)
             ]
             shares = [float(np.mean(made.inside(mine, without))) for without in ("row", "source")]
@@ -59,7 +62,7 @@ def main() -> int:
         print(f"{name}: {reason}", file=sys.stderr)
     if failed:
         return 1
-    made = Calibration([*errors_of(found), *left_out()])
+    made = Calibration([*errors_of(found), *left_out(), *errors_of_steps().values()])
     INTERVALS.write_text(calibrate.text_of(made.table()))
     found, _ = validated(chips, lambda name: None)  # with these intervals
     for section, rows in ((SECTION, Table(TITLES, table(found))), (COVERAGE, coverage(made))):

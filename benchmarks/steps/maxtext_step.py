@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # whose folders are packages
 
 from jaxpar.schedule import CompiledProgram, Target, compile_for, target, timeline
-from jaxpar.tools.accuracy.interval import total_of
+from jaxpar.tools.accuracy.interval import of_parts
 from jaxpar.tools.program.cache import default_folder
 from jaxpar.tools.timeline.target import parts_of
 from steps.step import Step, steps
@@ -98,11 +98,13 @@ def main(name: str) -> None:
     (step,) = (one for one in steps() if one.name == name)
     program = compiled(step)
     played = timeline(program)
-    interval = total_of(played, program.target)
+    parts, chip = of_parts(played, program.target), program.target.chip
+    assert chip is not None
     kernels = [event.seconds for event in played.events if "pallas_call" in event.op]
     shares = {
+        "chip": chip.kind,
         "seconds": played.total,
-        "interval": interval and (interval.low, interval.high),
+        "interval": parts and (parts.low, parts.high),  # from those of its operations
         "matmuls": sum(event.seconds for event in played.events if event.is_matmul),
         "kernels": sum(kernels),
         "waits": played.exposed,

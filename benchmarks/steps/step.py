@@ -5,8 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
+from math import log
 from pathlib import Path
 from typing import Any
+
+from jaxpar.tools.accuracy.calibrate import Error
+from jaxpar.tools.accuracy.interval import WHOLE, KindOfWork
+
+RECORD = Path(__file__).with_name("predicted.json")
+
+Predicted = dict[str, Any]  # what `maxtext_step.py` prints and when, or why it prints nothing
 
 
 @dataclass(frozen=True)
@@ -55,3 +63,22 @@ def steps() -> tuple[Step, ...]:
         )
         for one in found["steps"]
     )
+
+
+def predictions() -> dict[str, Predicted]:
+    """Reads what was last predicted of each step."""
+    return json.loads(RECORD.read_text())
+
+
+def errors() -> dict[str, Error]:
+    """Returns the error of each step that was predicted."""
+    known = predictions()
+    return {
+        step.name: Error(
+            KindOfWork(known[step.name]["chip"], WHOLE, True),
+            step.source.split()[0],  # a repository
+            log(known[step.name]["seconds"] / step.seconds),
+        )
+        for step in steps()
+        if "seconds" in known.get(step.name, {})
+    }

@@ -1,13 +1,15 @@
 """Published steps are whole, and their table is right; nothing is compiled."""
 
-from math import prod
+from math import log1p, prod
 
 import pytest
 
 import steps.__main__ as command
+from jaxpar.tools.accuracy.calibrate import Calibration, Error
+from jaxpar.tools.accuracy.interval import Interval, KindOfWork, _intervals
 from jaxpar.tools.timeline.target import TPUS, parts_of
 from steps.maxtext_step import arguments
-from steps.step import Step, steps
+from steps.step import Step, errors, predictions, steps
 
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: step.name)
@@ -38,23 +40,48 @@ def a_step(name, seconds):
 def test_rows_of_the_table():
     step = a_step("m on 8", 2.0)
     found = {"seconds": 2.2, "matmuls": 1.1, "kernels": 0.55, "waits": 0.22, "gigabytes": 12.34}
-    found["interval"] = [-0.05, 0.125]
+    found["made"] = "2026-11-29"
     shown = ["m on 8", "2.000 s", "2.200 s", "+10.0%", "-5% to +12%"]
-    shown += ["50%", "25%", "10%", "12.3 GB"]
-    assert command.row(step, found) == shown
-    shown = ["m on 8", "2.000 s", "not compiled", *["-"] * 6]
-    assert command.row(step, {"failed": "too large"}) == shown
+    shown += ["50%", "25%", "10%", "12.3 GB", "2026-11-29"]
+    assert command.row(step, found, Interval(-0.05, 0.125)) == shown
+    assert command.row(step, found, None)[4] == "-"
+    shown = ["m on 8", "2.000 s", "not compiled", *["-"] * 7]
+    assert command.row(step, {"failed": "too large"}, None) == shown
+
+
+def error(name, part, chip="TPU v6 lite"):
+    return Error(KindOfWork(chip, "step", True), name, log1p(part))
+
+
+def test_the_interval_of_a_step_is_made_of_its_parts_and_of_other_steps():
+    known = {f"m on {n}": error(f"{n}", part) for n, part in enumerate((-0.3, 0.1, 0.1, 0.1, 0.5))}
+    found = {"interval": [-0.02, 0.2]}
+    interval = command.interval_of("m on 4", found, known)
+    assert interval.low == pytest.approx(-0.3)
+    assert interval.high == 0.2  # its own 0.5 does not count
+    assert command.interval_of("m on 0", found, known).low == -0.02
+    few = {name: known[name] for name in ("m on 0", "m on 4")}
+    assert command.interval_of("m on 0", found, few) == Interval(-0.02, 0.2)
+    assert command.interval_of("m on 0", {"interval": None}, known) is None
 
 
 def test_steps_within_their_interval():
-    chosen = [a_step(f"m on {devices}", 2.0) for devices in (1, 2, 4, 8)]
-    found = {
-        "m on 1": {"seconds": 2.1, "interval": [-0.1, 0.1]},
-        "m on 2": {"seconds": 2.3, "interval": [-0.1, 0.1]},
-        "m on 4": {"seconds": 2.0, "interval": None},
-        "m on 8": {"failed": "too large"},
-    }
-    assert command.coverage(chosen, found) == "- Within their interval: 1 of 2 steps."
+    known = {"m on 1": error("a", 0.05), "m on 2": error("b", 0.15), "m on 4": error("c", -0.1)}
+    interval = Interval(-0.1, 0.1)
+    text = command.coverage(known, {"m on 1": interval, "m on 2": interval, "m on 4": None})
+    assert text == ("- Median of the errors' sizes: 10.0%. Within their interval: 1 of 2 steps.")
+
+
+def test_what_was_predicted_is_of_published_steps():
+    """And the package's intervals are made of it."""
+    names = {step.name for step in steps()}
+    assert set(predictions()) <= names
+    known = errors()
+    assert len(known) >= 16
+    made = Calibration([*known.values()]).table()
+    rounded = {of: (round(one.low, 4), round(one.high, 4)) for of, one in made.items()}
+    kept = {of: (one.low, one.high) for of, one in _intervals().items() if of[-1] == "step"}
+    assert rounded == kept
 
 
 def test_growth_is_that_of_tokens(monkeypatch):

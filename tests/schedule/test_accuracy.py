@@ -14,10 +14,12 @@ from jaxpar.tools.accuracy import interval as accuracy_interval
 from jaxpar.tools.accuracy.calibrate import Calibration, Error, left_out
 from jaxpar.tools.accuracy.calibrate import text_of as written
 from jaxpar.tools.accuracy.interval import (
+    STEP,
     Interval,
     KindOfWork,
     interval_of,
     lines_of,
+    of_parts,
     text_of,
     texts_of,
     total_of,
@@ -190,6 +192,27 @@ def test_the_intervals_of_a_step_are_those_of_what_takes_its_time():
         (one.low + one.high + other.low + other.high) / 2
     )
     assert texts_of(step(MATMUL), v6e) == [text_of(works[0])]
+
+
+def test_a_long_program_is_as_sure_as_published_steps(monkeypatch):
+    """From 0.1 s on, the least interval that contains that of its parts, and that of steps."""
+    v6e = target("v6e:2x2")
+    rows = dict(accuracy_interval._intervals())
+    monkeypatch.setattr(accuracy_interval, "_intervals", lambda: rows)
+    several = replace(MATMUL, end=STEP)
+    played = step(several)
+    parts = of_parts(played, v6e)
+    assert parts == of_parts(step(MATMUL), v6e) == total_of(step(MATMUL), v6e)
+    rows[V6E, "step"] = Interval(parts.low - 0.1, 0.0, 4)
+    assert total_of(played, v6e) == Interval(parts.low - 0.1, parts.high)
+    assert texts_of(played, v6e)[0] == f"in all: {total_of(played, v6e)}"
+    rows[V6E, "step"] = Interval(0.0, parts.high + 0.1, 4)
+    assert total_of(played, v6e) == Interval(parts.low, parts.high + 0.1)
+    del rows[V6E, "step"]
+    rows["TPU", "step"] = Interval(-0.9, 0.9, 4)  # of other chips
+    assert total_of(played, v6e) == Interval(-0.9, 0.9)
+    del rows["TPU", "step"]
+    assert total_of(played, v6e) == parts
 
 
 def test_a_step_of_which_a_part_has_no_measurement_has_no_total():

@@ -23,6 +23,7 @@ from jaxpar.tools.timeline.timeline import Timeline
 
 LARGE = 20e-6  # predicted seconds of an operation; below it latencies matter
 LEAST = 0.05  # of a step: a smaller part is not printed
+STEP = 0.1  # predicted seconds of a program; from here on, errors of whole published steps count
 FEWEST = 4  # measurements of a kind on a platform; with fewer there is no interval
 SENTENCE = "80% of unseen predictions lie within (predicted / measured - 1)"
 
@@ -35,6 +36,7 @@ _PLURALS = {
     "all-to-all": "all-to-alls",
 }
 _NONE = ": no measurement"
+WHOLE = "step"  # the kind of a whole training step
 BETWEEN_SLICES = " between slices"  # ends a kind
 BETWEEN_HOSTS = " between hosts"  # likewise, of GPUs
 _ENDINGS = {DCN: BETWEEN_SLICES, OWN_KERNEL: " in kernels of XLA's own"}  # by what a row says
@@ -66,6 +68,8 @@ class KindOfWork(NamedTuple):
         way = "computes" if self.kind in ("matmul", "memory") else "sends"
         own, size = (self.chip, self.kind), "large" if self.is_large else "small"
         platform = self.platform
+        if self.kind == WHOLE:
+            return [(platform, WHOLE), own]
         return [(platform,), (platform, way), (platform, way, self.kind), own, (*own, size)]
 
     def __str__(self) -> str:
@@ -89,6 +93,12 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.low:+.0%} to {self.high:+.0%}"
 
+    def or_wider(self, other: Interval | None) -> Interval:
+        """Returns the least interval that contains both."""
+        if other is None:
+            return self
+        return Interval(min(self.low, other.low), max(self.high, other.high))
+
 
 def interval_of(work: KindOfWork) -> Interval | None:
     """Returns the interval of a class, or None without measurements of its kind."""
@@ -111,7 +121,25 @@ def text_of(work: KindOfWork) -> str:
 
 
 def total_of(played: Timeline, target: Target) -> Interval | None:
-    """Returns the interval of a program's seconds.
+    """Returns the interval of a program's seconds: that of its parts, or of published steps.
+
+    Whole steps show what parts do not, such as clocks that fall under a load. For a program of
+    `STEP` or more it is the least interval that contains both.
+    """
+    made = of_parts(played, target)
+    if made is None or target.chip is None or played.total < STEP:
+        return made
+    return made.or_wider(of_steps(target.chip.kind))
+
+
+def of_steps(chip: str) -> Interval | None:
+    """Returns the interval of published steps of a chip, or of its platform."""
+    classes = reversed(KindOfWork(chip, WHOLE, True).classes)
+    return next((known for one in classes if (known := _intervals().get(one))), None)
+
+
+def of_parts(played: Timeline, target: Target) -> Interval | None:
+    """Returns the interval of a program's seconds from those of its operations.
 
     Errors of one class are alike, those of several classes independent: half-widths add as squares,
     each by its part of the seconds. None if a part of `LEAST` or more has no measurement.
@@ -135,7 +163,8 @@ def texts_of(played: Timeline, target: Target) -> list[str]:
     """Returns the intervals of a program's seconds and of its parts, the longest first."""
     parts = _parts(played, target)
     shown = [work for work in parts if parts[work] >= LEAST * sum(parts.values())]
-    total = total_of(played, target) if len(shown) > 1 else None
+    several = len(shown) > 1 or played.total >= STEP
+    total = total_of(played, target) if several else None
     return [*([f"in all: {total}"] if total else []), *map(text_of, shown)]
 
 
