@@ -2,19 +2,20 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from math import hypot, prod
 
+import jax
 import numpy as np
 import pytest
+from jax import lax
 
-from jaxpar.schedule import Timeline, target, timeline
+from jaxpar.schedule import Timeline, compile_for, target, timeline
 from jaxpar.tools.accuracy import interval as accuracy_interval
 from jaxpar.tools.accuracy.calibrate import Calibration, Error, left_out
 from jaxpar.tools.accuracy.calibrate import text_of as written
 from jaxpar.tools.accuracy.interval import (
-    STEP,
     Interval,
     KindOfWork,
     interval_of,
@@ -27,6 +28,7 @@ from jaxpar.tools.accuracy.interval import (
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.validate import Held, table, validate
 from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.target import LONG
 
 BY_NAME = {one.name: one for one in measurements()}
 
@@ -199,7 +201,7 @@ def test_a_long_program_is_as_sure_as_published_steps(monkeypatch):
     v6e = target("v6e:2x2")
     rows = dict(accuracy_interval._intervals())
     monkeypatch.setattr(accuracy_interval, "_intervals", lambda: rows)
-    several = replace(MATMUL, end=STEP)
+    several = replace(MATMUL, end=LONG)
     played = step(several)
     parts = of_parts(played, v6e)
     assert parts == of_parts(step(MATMUL), v6e) == total_of(step(MATMUL), v6e)
@@ -213,6 +215,17 @@ def test_a_long_program_is_as_sure_as_published_steps(monkeypatch):
     assert total_of(played, v6e) == Interval(-0.9, 0.9)
     del rows["TPU", "step"]
     assert total_of(played, v6e) == parts
+
+
+def test_products_of_a_long_program_take_as_long_as_in_public_loops(monkeypatch):
+    """On tpu7x, whose single runs are faster."""
+    chips, x = target("tpu7x:2x2x1", "x=8"), jax.ShapeDtypeStruct((2048, 2048), "bfloat16")
+    program = compile_for(partial(lax.fori_loop, 0, 20, lambda _, x: x @ x), chips, x)
+    short = timeline(program).total
+    assert short < LONG
+    monkeypatch.setattr("jaxpar.tools.timeline.timeline.LONG", short / 2)
+    assert timeline(program).total / short == pytest.approx(1.16, rel=0.02)
+    assert timeline(program, replace(chips.chip, kind="TPU v6 lite")).total == short
 
 
 def test_a_step_of_which_a_part_has_no_measurement_has_no_total():

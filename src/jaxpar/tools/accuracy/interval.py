@@ -18,12 +18,11 @@ from typing import NamedTuple
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
 from jaxpar.tools.timeline.links import OWN_KERNEL
-from jaxpar.tools.timeline.target import Target, target_of
+from jaxpar.tools.timeline.target import LONG, Target, target_of
 from jaxpar.tools.timeline.timeline import Timeline
 
 LARGE = 20e-6  # predicted seconds of an operation; below it latencies matter
 LEAST = 0.05  # of a step: a smaller part is not printed
-STEP = 0.1  # predicted seconds of a program; from here on, errors of whole published steps count
 FEWEST = 4  # measurements of a kind on a platform; with fewer there is no interval
 SENTENCE = "80% of unseen predictions lie within (predicted / measured - 1)"
 
@@ -124,10 +123,10 @@ def total_of(played: Timeline, target: Target) -> Interval | None:
     """Returns the interval of a program's seconds: that of its parts, or of published steps.
 
     Whole steps show what parts do not, such as clocks that fall under a load. For a program of
-    `STEP` or more it is the least interval that contains both.
+    `LONG` or more it is the least interval that contains both.
     """
     made = of_parts(played, target)
-    if made is None or target.chip is None or played.total < STEP:
+    if made is None or target.chip is None or played.total < LONG:
         return made
     return made.or_wider(of_steps(target.chip.kind))
 
@@ -163,7 +162,7 @@ def texts_of(played: Timeline, target: Target) -> list[str]:
     """Returns the intervals of a program's seconds and of its parts, the longest first."""
     parts = _parts(played, target)
     shown = [work for work in parts if parts[work] >= LEAST * sum(parts.values())]
-    several = len(shown) > 1 or played.total >= STEP
+    several = len(shown) > 1 or played.total >= LONG
     total = total_of(played, target) if several else None
     return [*([f"in all: {total}"] if total else []), *map(text_of, shown)]
 

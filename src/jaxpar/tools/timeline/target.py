@@ -49,6 +49,10 @@ _USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141g
 NETWORK, NETWORK_START = 0.85, 45e-6
 # For TPU slices: bytes a second that each device sends, from one public measurement.
 _BETWEEN_SLICES = {"TPU v6 lite": 4.11e9}
+# How much longer a cycle takes in programs that compute for LONG seconds or more: 16384^3 products
+# are published at 950 TFLOP/s in a loop, and at 1103 in traces of single runs.
+_SUSTAINED = {"TPU7x": 1.16}
+LONG = 0.1
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud host
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -130,6 +134,14 @@ def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:
         f"the network between slices of {chip.kind}; give the figures of one slice and of the "
         "network, in bytes a second and device: dataclasses.replace(of_one_slice.chip, network=...)"
     )
+
+
+def under_load(chip: Chip) -> Chip:
+    """Returns a chip's figures in long programs."""
+    if chip.clock is None or chip.kind not in _SUSTAINED:
+        return chip
+    slower = _SUSTAINED[chip.kind]
+    return replace(chip, clock=chip.clock / slower, flops=chip.flops / slower)
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:

@@ -39,7 +39,7 @@ from jaxpar.tools.timeline.limits import impossible
 from jaxpar.tools.timeline.links import Links, places_of_slices
 from jaxpar.tools.timeline.places import Places
 from jaxpar.tools.timeline.player import Assumptions, Player
-from jaxpar.tools.timeline.target import Target, figures_of, measured_of
+from jaxpar.tools.timeline.target import LONG, Target, figures_of, measured_of, under_load
 
 _FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
 _ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for one transfer
@@ -399,6 +399,9 @@ def timeline(
     chip = figures_of(program.target, chip)
     links = Links(program.target.mesh, chip)
     module, assumed = program.module, assumed or Assumptions()
+    slower = under_load(chip)
+    if slower != chip and Player(links, assumed).length(module.entry) >= LONG:
+        links = Links(program.target.mesh, slower)
     of_slices = places_of_slices(program.target.mesh)
     places = Places(Player(links, assumed), of_slices.shape[1], len(of_slices), assumed.trips_of)
     player = places.run(module.entry)
