@@ -217,6 +217,19 @@ def test_a_long_program_is_as_sure_as_published_steps(monkeypatch):
     assert total_of(played, v6e) == parts
 
 
+def test_operations_of_a_slowed_program_have_no_interval(known):
+    """None was measured under its clock; what it sends was."""
+    long = [replace(one, end=one.start + LONG) for one in (SENT, MATMUL, WAITED)]
+    parts = {
+        chips: [text.partition(":")[0] for text in texts_of(step(*long), target(chips))]
+        for chips in ("tpu7x:2x2x1", "v6e:2x2")
+    }
+    assert parts == {
+        "tpu7x:2x2x1": ["TPU7x, large gathers"],
+        "v6e:2x2": [f"{V6E}, large matmuls", f"{V6E}, large gathers"],
+    }
+
+
 def test_products_of_a_long_program_take_as_long_as_in_public_loops(monkeypatch):
     """On tpu7x, whose single runs are faster."""
     chips, x = target("tpu7x:2x2x1", "x=8"), jax.ShapeDtypeStruct((2048, 2048), "bfloat16")
@@ -286,7 +299,7 @@ def errors(work, source, logarithms):
 
 
 def test_fewer_errors_make_a_wider_interval():
-    """A class leans on the one above it, as if that were four more errors."""
+    """A class leans on the one above it, as if that were eight more errors."""
     sums, few, many = (
         KindOfWork(V6E, "sum", True),
         KindOfWork("TPU v5", "sum", True),
@@ -300,7 +313,19 @@ def test_fewer_errors_make_a_wider_interval():
     wide, narrow = (made[one.classes[-1]] for one in (few, many))
     assert (wide.rows, narrow.rows) == (4, 200)
     assert wide.high - wide.low > 5 * (narrow.high - narrow.low)
-    assert made[sums.classes[-1]].high == pytest.approx(np.expm1(0.84), abs=0.1)
+    assert made[sums.classes[-1]].high == pytest.approx(np.expm1(0.8), abs=0.1)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4, 3 / 5), (9, 0.8), (39, 0.8)])
+def test_an_interval_holds_for_four_in_five_unseen_errors_of_few(count, expected):
+    """Below nine errors even the least and the greatest of them leave more outside."""
+    # Of a kind alone: the classes above it are the same errors, so nothing is lent.
+    rng, work, inside = np.random.default_rng(0), KindOfWork(V6E, "sum", True), []
+    for _ in range(400):
+        *seen, unseen = rng.normal(size=count + 1)
+        interval = Calibration(errors(work, "a", seen)).table()[work.classes[-1]]
+        inside.append(interval.low <= np.expm1(unseen) <= interval.high)
+    assert np.mean(inside) == pytest.approx(expected, abs=0.06)
 
 
 def test_a_source_with_many_errors_does_not_outweigh_the_others():

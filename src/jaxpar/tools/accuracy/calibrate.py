@@ -15,9 +15,8 @@ from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, KindOfWork
 from jaxpar.tools.private_names import chip_of
 from jaxpar.tools.timeline import gpu_times
 
-# Of errors, on either side: with these, 80% of errors lie in intervals made without them.
-_OUTSIDE = 0.08
-_ABOVE = 4.0  # measurements that the class above counts as
+_OUTSIDE = 0.1  # of unseen errors, on either side
+_ABOVE = 8.0  # measurements that the class above counts as
 LEFT_OUT = "the package's times of GPUs"  # a source
 _MOST = 30  # errors of a source in a class; more do not count more
 
@@ -35,7 +34,8 @@ class Calibration:
 
     A class's distribution is its own errors and, as if these were `_ABOVE` more, that of the class
     above it. A source with n errors of a class weighs as sqrt(n), at most as
-    sqrt(`_MOST`): its errors are alike.
+    sqrt(`_MOST`): its errors are alike. An interval is conformal: the unseen error is one more of
+    n, so on either side it leaves `_OUTSIDE` - 1/(n + 1) of those that were seen.
     """
 
     def __init__(self, errors: Sequence[Error]) -> None:
@@ -74,10 +74,13 @@ class Calibration:
                 return None
             weights = own
         assert weights is not None
-        reached = np.cumsum(weights) / weights.sum()
-        last = len(reached) - 1
-        low, high = np.minimum(np.searchsorted(reached, [_OUTSIDE, 1 - _OUTSIDE]), last)
-        ends = np.expm1(self.logarithms[[low, high]])
+        counted = weights > 0
+        weights = weights[counted] / weights.sum()
+        alike = 1 / np.square(weights).sum()  # n equal weights give n
+        outside = max(0.0, _OUTSIDE - 1 / (alike + 1))
+        reached, last = np.cumsum(weights), len(weights) - 1
+        numbers = np.minimum(np.searchsorted(reached, [outside, 1 - outside]), last)
+        ends = np.expm1(self.logarithms[counted][numbers])
         return Interval(float(ends[0]), float(ends[1]), rows)
 
     def table(self) -> dict[Class, Interval]:
@@ -136,7 +139,7 @@ def left_out() -> list[Error]:
         newest = gpu_times.nearest_version(gpu, "")
         several = [
             (kinds.get(kind, kind), predicted, seconds)
-            for (kind, _), times in gpu_times.collectives(gpu, newest).items()
+            for (kind, _), times in gpu_times.published(gpu, newest).items()
             for predicted, seconds in gpu_times.without_each(times)
         ]
         if products is not None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
 from jaxpar.tools.timeline.links import OWN_KERNEL
-from jaxpar.tools.timeline.target import LONG, Target, target_of
+from jaxpar.tools.timeline.target import LONG, Target, target_of, under_load
 from jaxpar.tools.timeline.timeline import Timeline
 
 LARGE = 20e-6  # predicted seconds of an operation; below it latencies matter
@@ -62,9 +62,13 @@ class KindOfWork(NamedTuple):
         return "TPU" if self.chip.startswith("TPU") else "GPU"
 
     @property
+    def computes(self) -> bool:
+        return self.kind in ("matmul", "memory")
+
+    @property
     def classes(self) -> list[Class]:
         """Returns the classes that hold it, the widest first."""
-        way = "computes" if self.kind in ("matmul", "memory") else "sends"
+        way = "computes" if self.computes else "sends"
         own, size = (self.chip, self.kind), "large" if self.is_large else "small"
         platform = self.platform
         if self.kind == WHOLE:
@@ -159,10 +163,15 @@ def of_parts(played: Timeline, target: Target) -> Interval | None:
 
 
 def texts_of(played: Timeline, target: Target) -> list[str]:
-    """Returns the intervals of a program's seconds and of its parts, the longest first."""
+    """Returns the intervals of a program's seconds and of its parts, the longest first.
+
+    Where a chip computes slower in long programs, none of its operations was measured so.
+    """
     parts = _parts(played, target)
     shown = [work for work in parts if parts[work] >= LEAST * sum(parts.values())]
     several = len(shown) > 1 or played.total >= LONG
+    if played.total >= LONG and target.chip and under_load(target.chip) != target.chip:
+        shown = [work for work in shown if not work.computes]
     total = total_of(played, target) if several else None
     return [*([f"in all: {total}"] if total else []), *map(text_of, shown)]
 
