@@ -32,7 +32,8 @@ PUBLIC = {
     *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
     "jaxpar.pipeline",
 }
-CIRCLES = [2, 3, 18]  # explain and its text, the guard, and a layout with what it delegates to
+ON_DEMAND = {*PUBLIC, f"{TOOLS}.private_names"}
+CIRCLES = [2, 3, 9]  # explain and its text, the guard, and a layout with what it delegates to
 RING = 46.5
 TWICE = set()
 
@@ -80,11 +81,11 @@ def _imports(path):
             return
         if isinstance(node, ast.FunctionDef) and kind == "loaded":
             kind = "in functions"
-        if kind == "types" and path.stem in ("__init__", "schedule"):
+        if kind == "types" and path.stem in ("__init__", "schedule", "private_names"):
             return  # names that are found on demand
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             # A name of a package is loaded from where the package would find it.
-            known = homes(node.module) if node.module in PUBLIC else {}
+            known = homes(node.module) if node.module in ON_DEMAND else {}
             for name in node.names:
                 inner = f"{node.module}.{name.name}"
                 found[kind].add(inner if inner in FILES else known.get(name.name, node.module))

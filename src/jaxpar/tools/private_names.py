@@ -1,86 +1,96 @@
-"""Private names of the toolkit that the tools use. No other tool imports them directly."""
+"""Private names of the toolkit that the tools use. No other tool imports them directly.
 
-from jaxpar.arguments.calls import called as called
-from jaxpar.arguments.calls import naming as naming
-from jaxpar.arguments.calls import of_user as of_user
-from jaxpar.arguments.calls import public as public
-from jaxpar.arguments.calls import readable as readable
-from jaxpar.arguments.calls import type_error as type_error
-from jaxpar.arguments.calls import value_error as value_error
-from jaxpar.arguments.checks import check_whole as check_whole
-from jaxpar.arguments.checks_of_layers import check_number as check_number
-from jaxpar.arguments.dtypes import gathered_by as gathered_by
-from jaxpar.arguments.extras import distribution as distribution
-from jaxpar.arguments.extras import install_command as install_command
-from jaxpar.arguments.extras import installed as installed
-from jaxpar.arguments.extras import lacking as lacking
-from jaxpar.arguments.local_paths import local_path as local_path
-from jaxpar.arguments.types import AnyMesh as AnyMesh
-from jaxpar.arguments.types import Integer as Integer
-from jaxpar.arguments.types import MeshAxes as MeshAxes
-from jaxpar.arguments.types import Mode as Mode
-from jaxpar.arguments.types import Number as Number
-from jaxpar.arguments.units import bytes_of as bytes_of
-from jaxpar.arguments.units import size_text as size_text
-from jaxpar.arguments.units import us as us
-from jaxpar.axis.axis import IN_TURNS as IN_TURNS
-from jaxpar.axis.axis import MODES as MODES
-from jaxpar.axis.axis import AxisLike as AxisLike
-from jaxpar.axis.axis import axis_names as axis_names
-from jaxpar.axis.padding import PaddedDim as PaddedDim
-from jaxpar.axis.varying import varying_axes as varying_axes
-from jaxpar.choose.noted import Decision as Decision
-from jaxpar.choose.noted import WayRow as WayRow
-from jaxpar.choose.noted import noting as noting
-from jaxpar.choose.sites import AUTO as AUTO
-from jaxpar.choose.sites import NAMED as NAMED
-from jaxpar.choose.sites import Asked as Asked
-from jaxpar.choose.sites import site_of as site_of
-from jaxpar.choose.trying import Choices as Choices
-from jaxpar.choose.trying import Trial as Trial
-from jaxpar.choose.trying import trying as trying
-from jaxpar.compiler.compat import manual_axes as manual_axes
-from jaxpar.compiler.compat import reading_profiles as reading_profiles
-from jaxpar.compiler.files import write_text as write_text
-from jaxpar.compiler.files import written as written
-from jaxpar.compiler.jaxprs import COLLECTIVES as COLLECTIVES
-from jaxpar.compiler.jaxprs import LAX_NAMES as LAX_NAMES
-from jaxpar.compiler.jaxprs import subjaxprs as subjaxprs
-from jaxpar.compiler.jaxprs import type_of as type_of
-from jaxpar.compiler.jit import enclosing as enclosing
-from jaxpar.compiler.jit import jitted_like as jitted_like
-from jaxpar.compiler.jit import jitted_with as jitted_with
-from jaxpar.compiler.options import compiled_with as compiled_with
-from jaxpar.compiler.options import kind_of as kind_of
-from jaxpar.compiler.options import options_like as options_like
-from jaxpar.compiler.options import options_of as options_of
-from jaxpar.compiler.told import WHOLE_MATMULS as WHOLE_MATMULS
-from jaxpar.compiler.told import compiler_of as compiler_of
-from jaxpar.compiler.told import environment_options as environment_options
-from jaxpar.compiler.tuning import versions as versions
-from jaxpar.layout._array_layout import axes_by_dim as axes_by_dim
-from jaxpar.layout._fit import Shaped as Shaped
-from jaxpar.layout._like import array_like as array_like
-from jaxpar.layout._like import parameter_of as parameter_of
-from jaxpar.layout._mesh import check_mesh as check_mesh
-from jaxpar.layout._mesh import size_of as size_of
-from jaxpar.layout._paths import arrays_of as arrays_of
-from jaxpar.layout._paths import filling as filling
-from jaxpar.layout._paths import is_array as is_array
-from jaxpar.layout._paths import without_numbers as without_numbers
-from jaxpar.layout._ready_maps import Dims as Dims
-from jaxpar.layout._ready_maps import extended as extended
-from jaxpar.layout._rule import Entry as Entry
-from jaxpar.layout._rule import axes_of as axes_of
-from jaxpar.mesh.chips import ADDED as ADDED
-from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
-from jaxpar.mesh.chips import PERMUTE_STARTS as PERMUTE_STARTS
-from jaxpar.mesh.chips import REACHED as REACHED
-from jaxpar.mesh.chips import Chip as Chip
-from jaxpar.mesh.chips import chip_of as chip_of
-from jaxpar.mesh.chips import with_measured_links as with_measured_links
-from jaxpar.mesh.meshes import stays_within_a_slice as stays_within_a_slice
-from jaxpar.mesh.meshes import why_not_closed as why_not_closed
-from jaxpar.mesh.torus import closed_dims as closed_dims
-from jaxpar.mesh.torus import on_torus as on_torus
-from jaxpar.mesh.torus import slice_of as slice_of
+Each is imported on demand: a tool loads what it uses.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxpar.arguments.on_demand import names_on_demand
+
+if TYPE_CHECKING:
+    from jaxpar.arguments.calls import called as called
+    from jaxpar.arguments.calls import naming as naming
+    from jaxpar.arguments.calls import of_user as of_user
+    from jaxpar.arguments.calls import public as public
+    from jaxpar.arguments.calls import readable as readable
+    from jaxpar.arguments.calls import type_error as type_error
+    from jaxpar.arguments.calls import value_error as value_error
+    from jaxpar.arguments.checks import check_whole as check_whole
+    from jaxpar.arguments.checks_of_layers import check_number as check_number
+    from jaxpar.arguments.dtypes import gathered_by as gathered_by
+    from jaxpar.arguments.extras import distribution as distribution
+    from jaxpar.arguments.extras import install_command as install_command
+    from jaxpar.arguments.extras import installed as installed
+    from jaxpar.arguments.extras import lacking as lacking
+    from jaxpar.arguments.local_paths import local_path as local_path
+    from jaxpar.arguments.types import AnyMesh as AnyMesh
+    from jaxpar.arguments.types import Integer as Integer
+    from jaxpar.arguments.types import MeshAxes as MeshAxes
+    from jaxpar.arguments.types import Mode as Mode
+    from jaxpar.arguments.types import Number as Number
+    from jaxpar.arguments.units import bytes_of as bytes_of
+    from jaxpar.arguments.units import size_text as size_text
+    from jaxpar.arguments.units import us as us
+    from jaxpar.axis.axis import IN_TURNS as IN_TURNS
+    from jaxpar.axis.axis import MODES as MODES
+    from jaxpar.axis.axis import AxisLike as AxisLike
+    from jaxpar.axis.axis import axis_names as axis_names
+    from jaxpar.axis.padding import PaddedDim as PaddedDim
+    from jaxpar.axis.varying import varying_axes as varying_axes
+    from jaxpar.choose.noted import Decision as Decision
+    from jaxpar.choose.noted import WayRow as WayRow
+    from jaxpar.choose.noted import noting as noting
+    from jaxpar.choose.sites import AUTO as AUTO
+    from jaxpar.choose.sites import NAMED as NAMED
+    from jaxpar.choose.sites import Asked as Asked
+    from jaxpar.choose.sites import site_of as site_of
+    from jaxpar.choose.trying import Choices as Choices
+    from jaxpar.choose.trying import Trial as Trial
+    from jaxpar.choose.trying import trying as trying
+    from jaxpar.compiler.compat import manual_axes as manual_axes
+    from jaxpar.compiler.compat import reading_profiles as reading_profiles
+    from jaxpar.compiler.files import write_text as write_text
+    from jaxpar.compiler.files import written as written
+    from jaxpar.compiler.jaxprs import COLLECTIVES as COLLECTIVES
+    from jaxpar.compiler.jaxprs import LAX_NAMES as LAX_NAMES
+    from jaxpar.compiler.jaxprs import subjaxprs as subjaxprs
+    from jaxpar.compiler.jaxprs import type_of as type_of
+    from jaxpar.compiler.jit import enclosing as enclosing
+    from jaxpar.compiler.jit import jitted_like as jitted_like
+    from jaxpar.compiler.jit import jitted_with as jitted_with
+    from jaxpar.compiler.options import compiled_with as compiled_with
+    from jaxpar.compiler.options import kind_of as kind_of
+    from jaxpar.compiler.options import options_like as options_like
+    from jaxpar.compiler.options import options_of as options_of
+    from jaxpar.compiler.told import WHOLE_MATMULS as WHOLE_MATMULS
+    from jaxpar.compiler.told import compiler_of as compiler_of
+    from jaxpar.compiler.told import environment_options as environment_options
+    from jaxpar.compiler.tuning import versions as versions
+    from jaxpar.layout._array_layout import axes_by_dim as axes_by_dim
+    from jaxpar.layout._fit import Shaped as Shaped
+    from jaxpar.layout._like import array_like as array_like
+    from jaxpar.layout._like import parameter_of as parameter_of
+    from jaxpar.layout._mesh import check_mesh as check_mesh
+    from jaxpar.layout._mesh import size_of as size_of
+    from jaxpar.layout._paths import arrays_of as arrays_of
+    from jaxpar.layout._paths import filling as filling
+    from jaxpar.layout._paths import is_array as is_array
+    from jaxpar.layout._paths import without_numbers as without_numbers
+    from jaxpar.layout._ready_maps import Dims as Dims
+    from jaxpar.layout._ready_maps import extended as extended
+    from jaxpar.layout._rule import Entry as Entry
+    from jaxpar.layout._rule import axes_of as axes_of
+    from jaxpar.mesh.chips import ADDED as ADDED
+    from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
+    from jaxpar.mesh.chips import PERMUTE_STARTS as PERMUTE_STARTS
+    from jaxpar.mesh.chips import REACHED as REACHED
+    from jaxpar.mesh.chips import Chip as Chip
+    from jaxpar.mesh.chips import chip_of as chip_of
+    from jaxpar.mesh.chips import with_measured_links as with_measured_links
+    from jaxpar.mesh.meshes import stays_within_a_slice as stays_within_a_slice
+    from jaxpar.mesh.meshes import why_not_closed as why_not_closed
+    from jaxpar.mesh.torus import closed_dims as closed_dims
+    from jaxpar.mesh.torus import on_torus as on_torus
+    from jaxpar.mesh.torus import slice_of as slice_of
+else:
+    __getattr__, __dir__ = names_on_demand(__name__)

@@ -75,10 +75,10 @@ class Calibration:
             weights = own
         assert weights is not None
         counted = weights > 0
-        weights = weights[counted] / weights.sum()
-        alike = 1 / np.square(weights).sum()  # n equal weights give n
+        shares = weights[counted] / weights.sum()
+        alike = 1 / np.square(shares).sum()  # n equal shares give n
         outside = max(0.0, _OUTSIDE - 1 / (alike + 1))
-        reached, last = np.cumsum(weights), len(weights) - 1
+        reached, last = np.cumsum(shares), len(shares) - 1
         numbers = np.minimum(np.searchsorted(reached, [outside, 1 - outside]), last)
         ends = np.expm1(self.logarithms[counted][numbers])
         return Interval(float(ends[0]), float(ends[1]), rows)

@@ -137,8 +137,6 @@ class Watch:
         if self.trouble and self.trouble["what"] not in str(raised):
             raised.add_note(f"jaxpar.guard: {self.trouble['what']}")
 
-    # -- in its own thread ------------------------------------------------------------------------
-
     def start(self) -> None:
         # It waits only if processes have not met.
         if self._started:
@@ -159,6 +157,14 @@ class Watch:
             call.do("running" if _NEXT[event] == "python" and call.is_jitted else _NEXT[event])
         if _NEXT[event] == "python" and (name := kwargs.get("fun_name")):
             call.compiled.append(str(name))
+
+    def _bye(self) -> None:
+        for self._ended in (False, True):  # in the first round, a lost process 0 is an error
+            self._answered.clear()
+            self._bell.send(b".")
+            self._answered.wait(1)
+
+    # -- in its own thread -------------------------------------------------------------------------
 
     def _report(self) -> None:
         exchange = self._exchange()
@@ -202,11 +208,7 @@ class Watch:
 
         return exchange
 
-    def _bye(self) -> None:
-        for self._ended in (False, True):  # in the first round, a lost process 0 is an error
-            self._answered.clear()
-            self._bell.send(b".")
-            self._answered.wait(1)
+    # -- in both -----------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         with self._settling:
