@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from jaxpar.compiler.tuning import versions
+from jaxpar.choose.tuning import versions
 from jaxpar.tools.cli.console import open_console, require_extra
 
 

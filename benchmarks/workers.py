@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.tools.cli.workers import COMPILING, converse
-from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.cache import default_folder
 
 # Compiled programs: where only the model of a chip has changed, they are played again.
 KEPT = default_folder()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpar import edge_disjoint_rings, make_mesh, ring_hops, ring_order
+from jaxpar.axis.walk import AxisLinks, note_links, traced_links
 from jaxpar.mesh.cycles import (
     AcrossCube,
     AlongLong,
@@ -23,7 +24,6 @@ from jaxpar.mesh.cycles import (
     disjoint_cycles,
     disjoint_walks,
 )
-from jaxpar.mesh.walk import AxisLinks, note_links, traced_links
 from jaxpar.schedule import target
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.compiler.told import COMPILERS, traced_asynchronous
+from jaxpar.platforms.told import COMPILERS, traced_asynchronous
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 

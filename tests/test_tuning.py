@@ -17,7 +17,7 @@ from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import AUTO, site_of
 from jaxpar.choose.stages import choose_stages
 from jaxpar.choose.trying import Trial, trying
-from jaxpar.compiler.tuning import versions
+from jaxpar.choose.tuning import versions
 
 MESH = jaxpar.make_mesh("tp=8")
 X, UP, DOWN = jnp.ones((16, 4)), jnp.ones((4, 32)), jnp.ones((32, 8))

@@ -34,7 +34,7 @@ from device.clock import Clock
 from device.parts import PARTS, Check, said
 from device.results import CLASS_TITLES, TITLES, Results, Row, aligned, line, measured_in
 from jaxpar import make_mesh
-from jaxpar.compiler.tuning import versions
+from jaxpar.choose.tuning import versions
 from jaxpar.schedule import Target, target
 from jaxpar.tools.timeline.cuda_plugin import find_plugin, slug
 

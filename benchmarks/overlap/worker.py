@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar
-from jaxpar.compiler.tuning import versions
+from jaxpar.choose.tuning import versions
 from jaxpar.schedule import Target, compile_for, matmul_floor, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import OPS, Op, with_gradients

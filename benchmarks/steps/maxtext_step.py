@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from jaxpar.schedule import CompiledProgram, Target, compile_for, target, timeline
 from jaxpar.tools.accuracy.interval import of_parts
-from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import parts_of
 from steps.step import Step, steps
 

@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from jaxpar.compiler.tuning import versions
+from jaxpar.choose.tuning import versions
 from sweep.points import Point, point_from
 from sweep.worker import model_of_chips
 

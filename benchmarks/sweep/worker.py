@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 import jaxpar
 from jaxpar import Axis
+from jaxpar.axis.walk import traced_links
 from jaxpar.choose.noted import Decision, noting
-from jaxpar.compiler.tuning import versions
-from jaxpar.mesh.walk import traced_links
+from jaxpar.choose.tuning import versions
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.ops import OPS, with_gradients

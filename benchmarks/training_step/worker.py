@@ -28,7 +28,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, compiler_options
-from jaxpar.compiler.told import WHOLE_MATMULS
 from jaxpar.layers import (
     fsdp_gather,
     fsdp_scan,
@@ -37,6 +36,7 @@ from jaxpar.layers import (
     ring_attention,
     rms_norm,
 )
+from jaxpar.platforms.told import WHOLE_MATMULS
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.workers import answer, one_line

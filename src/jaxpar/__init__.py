@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.axis.axis import AxisLike as AxisLike
     from jaxpar.axis.quantized import Quantized
     from jaxpar.axis.rounding import quantize
+    from jaxpar.choose.tuning import Tuning, tuned
     from jaxpar.collectives import (
         all_gather,
         all_reduce,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     )
     from jaxpar.compiler.jit import jit
     from jaxpar.compiler.options import compiled_with, compiler_options
-    from jaxpar.compiler.tuning import Tuning, tuned
     from jaxpar.matmul import (
         all_gather_matmul,
         collective_einsum,
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from jaxpar.mesh import edge_disjoint_rings, make_mesh, ring_hops, ring_order
-    from jaxpar.tools.call_sites import ways
-    from jaxpar.tools.processes.agree import agree
-    from jaxpar.tools.processes.describe import Description, describe
-    from jaxpar.tools.processes.guard import guard
-    from jaxpar.tools.processes.start import initialize
+    from jaxpar.processes.agree import agree
+    from jaxpar.processes.describe import Description, describe
+    from jaxpar.processes.start import initialize
+    from jaxpar.tools.guard.guard import guard
+    from jaxpar.tools.ways.call_sites import ways
 else:
     __getattr__, __dir__ = names_on_demand(
         __name__,

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from jaxpar.mesh.chips import Chip
+    from jaxpar.platforms.chips import Chip
     from jaxpar.tools.explain.explain import Explanation, Finding, explain
     from jaxpar.tools.explain.exposed import ExposedCollective
+    from jaxpar.tools.explain.measured_instructions import MeasuredInstruction
+    from jaxpar.tools.explain.memory import LiveArray
     from jaxpar.tools.explain.overheads import Overhead
     from jaxpar.tools.explain.trials import TriedEdit
-    from jaxpar.tools.program.memory import LiveArray
     from jaxpar.tools.program.sources import Line
     from jaxpar.tools.timeline.event import Event
     from jaxpar.tools.timeline.floor import Floor, matmul_floor, program_floor
-    from jaxpar.tools.timeline.measured_instructions import MeasuredInstruction
     from jaxpar.tools.timeline.player import Assumptions
     from jaxpar.tools.timeline.target import Target, target
     from jaxpar.tools.timeline.timeline import (

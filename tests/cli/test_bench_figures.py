@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.mesh.chips import chip_of
+from jaxpar.platforms.chips import chip_of
 from jaxpar.schedule import Floor, Target, compile_for, target, timeline
 from jaxpar.tools.accuracy import interval
 from jaxpar.tools.accuracy.measurement import Measurement, measurements

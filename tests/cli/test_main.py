@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.arguments.extras import install_command, requirements
-from jaxpar.compiler.files import write_text, written
+from jaxpar.arguments.files import write_text, written
 from jaxpar.tools.cli.console import progress, status_of
 from jaxpar.tools.cli.main import main
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxpar import make_mesh
-from jaxpar.mesh.chips import chip_of
+from jaxpar.platforms.chips import chip_of
 from jaxpar.schedule import Target
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
 from jaxpar.tools.accuracy.validate import validate

@@ -13,7 +13,7 @@ import pytest
 import jaxpar
 from jaxpar.choose import choice
 from jaxpar.choose.sites import AUTO, Asked
-from jaxpar.compiler.tuning import Tuning
+from jaxpar.choose.tuning import Tuning
 from jaxpar.schedule import target
 from jaxpar.tools.accuracy.interval import SENTENCE
 from jaxpar.tools.cli import tune_command, tune_worker

@@ -16,7 +16,6 @@ from jaxpar.axis.axis import Ring
 from jaxpar.choose.of_experts import choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers import GatedActivation
-from jaxpar.mesh.chips import chip_of
 from jaxpar.moe import (
     Routing,
     expert_capacity,
@@ -30,6 +29,7 @@ from jaxpar.moe import (
     routing_statistics,
 )
 from jaxpar.moe._capacity import Bounds
+from jaxpar.platforms.chips import chip_of
 
 D, F = 6, 10
 

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec as P
 from programs import environment, free_port
 
 import jaxpar
-from jaxpar.tools.processes.board import Board
-from jaxpar.tools.processes.call import GuardedCall
-from jaxpar.tools.processes.guarded_programs import first_difference, program_of
-from jaxpar.tools.processes.report import report
-from jaxpar.tools.processes.state import ProcessState
-from jaxpar.tools.processes.watch import Watch, _line_of, watch
+from jaxpar.tools.guard.board import Board
+from jaxpar.tools.guard.call import GuardedCall
+from jaxpar.tools.guard.guarded_programs import first_difference, program_of
+from jaxpar.tools.guard.report import report
+from jaxpar.tools.guard.state import ProcessState
+from jaxpar.tools.guard.watch import Watch, _line_of, watch
 
 WORKER = Path(__file__).with_name("guard_worker.py")
 SOON = 10.0  # seconds, on a machine that starts the processes in less than three

@@ -10,8 +10,8 @@ import pytest
 from programs import free_port, run_together
 
 import jaxpar
-from jaxpar.tools.processes import heartbeat
-from jaxpar.tools.processes.meeting import processes_text
+from jaxpar.processes import heartbeat
+from jaxpar.processes.meeting import processes_text
 
 JOB = {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 0}
 WORKER = Path(__file__).with_name("worker.py")

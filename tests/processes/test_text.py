@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import Axis, make_mesh
-from jaxpar.tools.processes.text import lines_of
+from jaxpar.processes.text import lines_of
 
 
 class Color(enum.Enum):

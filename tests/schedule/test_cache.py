@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jaxpar.schedule import Memory, target
-from jaxpar.tools.program import cache
-from jaxpar.tools.program.cache import keep, kept
+from jaxpar.tools.timeline import cache
+from jaxpar.tools.timeline.cache import keep, kept
 
 MEMORY = Memory(arguments=1, outputs=2, temporaries=3, aliased=4, peak=5)
 
@@ -125,7 +125,7 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from jaxpar.schedule import Memory, target
-from jaxpar.tools.program import cache
+from jaxpar.tools.timeline import cache
 cache.MOST_BYTES, folder, name = 20_000, Path(sys.argv[1]), sys.argv[2]
 memory, found = Memory(1, 2, 3, 4, 5), 0
 for n in range(60):

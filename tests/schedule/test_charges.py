@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh.chips import NO_FIGURES
+from jaxpar.platforms.chips import NO_FIGURES
 from jaxpar.schedule import Event, compile_for, explain, target, timeline
-from jaxpar.tools.explain.charges import Charges
 from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.timeline.charges import Charges
 from jaxpar.tools.timeline.links import Links
 
 UP, DOWN = [(i, (i + 1) % 4) for i in range(4)], [(i, (i - 1) % 4) for i in range(4)]

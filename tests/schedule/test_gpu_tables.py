@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh.chips import chip_of
+from jaxpar.platforms.chips import chip_of
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.timeline import target as targets

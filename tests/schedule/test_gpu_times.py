@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxpar.mesh.chips import chip_of
+from jaxpar.platforms.chips import chip_of
 from jaxpar.schedule import target
 from jaxpar.tools.timeline import gpu_times
 from jaxpar.tools.timeline import target as targets

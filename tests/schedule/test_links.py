@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar.mesh.chips import CHIPS
 from jaxpar.mesh.cycles import disjoint_cycles
+from jaxpar.platforms.chips import CHIPS
 from jaxpar.schedule import target
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.hlo import replica_groups

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.mesh.chips import REACHED
+from jaxpar.platforms.chips import REACHED
 from jaxpar.schedule import compile_for, explain, target, timeline
 from jaxpar.tools.program.operations import read
 

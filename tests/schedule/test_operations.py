@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from record import FOLDER, SIZE, TRIPS
 from texts import rooted
 
-from jaxpar.mesh.chips import REACHED
+from jaxpar.platforms.chips import REACHED
 from jaxpar.schedule import Assumptions, Chip, target
 from jaxpar.tools.program.costs import Demand, Matmul, Message
 from jaxpar.tools.program.hlo import parse

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from record import FOLDER, PROGRAMS, SIZE, TRIPS
 
-from jaxpar.mesh.chips import REACHED
+from jaxpar.platforms.chips import REACHED
 from jaxpar.schedule import Assumptions, CompiledProgram, Memory, Timeline, target, timeline
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.operations import Loop

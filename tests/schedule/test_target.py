@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar
-from jaxpar.mesh.chips import CHIPS, chip_of
+from jaxpar.platforms.chips import CHIPS, chip_of
 from jaxpar.schedule import Target, compile_for, explain, matmul_floor, target, timeline
 from jaxpar.tools.cli import predict_worker
 from jaxpar.tools.cli.console import UsageError

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 from texts import rooted
 
-from jaxpar.mesh.chips import REACHED
+from jaxpar.platforms.chips import REACHED
 from jaxpar.schedule import Assumptions, Chip, CompiledProgram, Memory, Target, target, timeline
 from jaxpar.tools.timeline import player
 from jaxpar.tools.timeline.player import (

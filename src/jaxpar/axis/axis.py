@@ -29,7 +29,7 @@ from jaxpar.arguments.dtypes import (
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Flag, Mode
 from jaxpar.axis.varying import vary_alike, vary_over
-from jaxpar.mesh.walk import Index, Walk, moved_on, traced_links
+from jaxpar.axis.walk import Index, Walk, moved_on, traced_links
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")

@@ -11,10 +11,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import called, naming, readable, type_error
-from jaxpar.arguments.checks import as_array, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.arguments.types import Integer, Leaf
+from jaxpar.axis.checks import as_array, check_whole
 
 if TYPE_CHECKING:
     MaybeQuantized: TypeAlias = "Array | Quantized"

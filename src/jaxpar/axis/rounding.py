@@ -11,9 +11,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import public, type_error
-from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
 from jaxpar.arguments.types import Integer
+from jaxpar.axis.checks import as_array, check_dim
 from jaxpar.axis.quantized import Quantized, spread
 
 # Shorter rows are few bytes, such as the experts' weights of tokens, or scales: keep them exact.

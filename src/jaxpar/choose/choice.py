@@ -14,8 +14,8 @@ from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.sites import NAMED, notes, settled
-from jaxpar.compiler.told import traced_asynchronous
-from jaxpar.mesh.chips import traced_chip
+from jaxpar.platforms.chips import traced_chip
+from jaxpar.platforms.told import traced_asynchronous
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.seconds import MARGIN, Flow
 from jaxpar.ring.ways import Way

@@ -3,7 +3,7 @@
 from jaxpar.arguments.types import Dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import DISPATCHES, notes, settled_dispatch
-from jaxpar.mesh.chips import Chip, traced_chip, traced_for_cpu
+from jaxpar.platforms.chips import Chip, traced_chip, traced_for_cpu
 
 
 def choose_dispatch(problem: Problem) -> Dispatch:

@@ -15,9 +15,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int32, Shaped
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import as_array
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.arguments.calls import public, type_error
-from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.dtypes import WireLike, check_wire, summed_as
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Mode, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.axis.rounding import scales_among
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import vary_alike
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem

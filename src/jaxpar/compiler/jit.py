@@ -13,10 +13,10 @@ import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.choose.trying import is_trying
+from jaxpar.choose.tuning import Tuning, TuningLike, load
+from jaxpar.choose.tuning import tuned as tuned_by
 from jaxpar.compiler.options import kind_of, options_like, options_of
-from jaxpar.compiler.told import Options, enclosing_options, telling
-from jaxpar.compiler.tuning import Tuning, TuningLike, load
-from jaxpar.compiler.tuning import tuned as tuned_by
+from jaxpar.platforms.told import Options, enclosing_options, telling
 
 
 @readable

@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Num
 
 from jaxpar.arguments.calls import public, readable, value_error
-from jaxpar.arguments.checks import as_array, check_dim, check_whole
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike
+from jaxpar.axis.checks import as_array, check_dim, check_whole
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_wide, varying_axes
 from jaxpar.layers._projections import (

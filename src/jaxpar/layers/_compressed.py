@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, gathered_by
-from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import read_as
 from jaxpar.axis.rounding import check_chance, codes_of
+from jaxpar.axis.trees import as_arrays
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers._reduction import spec_axes, sum_leaves

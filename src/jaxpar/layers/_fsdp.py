@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_dim, check_own
 from jaxpar.arguments.dtypes import check_wire, loses_parts
 from jaxpar.arguments.shapes import with_rank
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree, TreeDim
 from jaxpar.axis.axis import OF_FSDP, OPTIONS, AxisLike, Ring, bind
+from jaxpar.axis.checks import as_array, check_dim, check_own
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.axis.rounding import scales_among
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.stages import choose_stages

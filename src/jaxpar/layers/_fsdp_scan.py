@@ -14,14 +14,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxpar.arguments.calls import of_user, public, type_error, value_error
-from jaxpar.arguments.checks import check_uncast
 from jaxpar.arguments.dtypes import addition_dtype
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree, TreeDim
 from jaxpar.axis.axis import OF_FSDP, AxisLike, bind
+from jaxpar.axis.checks import check_uncast
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.scale_blocks import told_blocks, with_scales_of_layers
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.walk import Index
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.compiler.jaxprs import type_of
 from jaxpar.layers._fsdp import (
@@ -33,7 +34,6 @@ from jaxpar.layers._fsdp import (
     scatter_gradients,
     vary_sharded,
 )
-from jaxpar.mesh.walk import Index
 
 Arrays = list[Any]
 

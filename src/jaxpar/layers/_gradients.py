@@ -13,11 +13,11 @@ from jax import Array, lax
 from jaxtyping import Float, Inexact, Num, Shaped
 
 from jaxpar.arguments.calls import of_user, public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.arguments.dtypes import addition_dtype, sum_dtype
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Flag, Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
+from jaxpar.axis.checks import as_array, check_own, check_uncast, check_whole
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import (

@@ -12,12 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.checks_of_layers import check_number
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Number
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import as_array
+from jaxpar.axis.checks_of_layers import check_number
 from jaxpar.axis.varying import vary_wide, varying_axes
 
 _MOMENTS = "jaxpar_moments"

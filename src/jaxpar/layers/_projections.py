@@ -11,10 +11,10 @@ from jax import Array, lax
 from jaxtyping import Num
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.arguments.checks import as_array, check_dim, check_own
-from jaxpar.arguments.checks_of_layers import check_sequence_dim
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OF_FSDP, OF_MATMULS, AxisLike, Ring, bind
+from jaxpar.axis.checks import as_array, check_dim, check_own
+from jaxpar.axis.checks_of_layers import check_sequence_dim
 from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.row_chunks import choose_row_chunks

@@ -13,12 +13,12 @@ from jax.tree_util import keystr
 from jaxtyping import Float, Num
 
 from jaxpar.arguments.calls import called, public, type_error, value_error
-from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.dtypes import addition_dtype, bits_of, check_wire, common_dtype
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
+from jaxpar.axis.checks import check_whole
 from jaxpar.axis.rounding import scales_among
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
 
 OF_GROUPS = "in groups= if devices along them have models of their own"

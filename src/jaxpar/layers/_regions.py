@@ -14,11 +14,11 @@ from jax import Array, lax
 from jaxtyping import Shaped
 
 from jaxpar.arguments.calls import public
-from jaxpar.arguments.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.arguments.dtypes import check_wire
-from jaxpar.arguments.trees import as_arrays, check_own_leaves
 from jaxpar.arguments.types import Integer, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import PARTIAL_SUMS, check_dim, check_divides
+from jaxpar.axis.trees import as_arrays, check_own_leaves
 from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar.compiler.compat import all_gather
 

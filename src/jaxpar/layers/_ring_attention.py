@@ -12,12 +12,12 @@ from jaxtyping import Float, Int, Int32
 from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_own, check_precision, check_whole
-from jaxpar.arguments.checks_of_layers import as_integers, check_replicated, check_softcap
 from jaxpar.arguments.dtypes import check_wire, sum_dtype
 from jaxpar.arguments.shapes import with_rank
 from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import as_array, check_own, check_precision, check_whole
+from jaxpar.axis.checks_of_layers import as_integers, check_replicated, check_softcap
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem

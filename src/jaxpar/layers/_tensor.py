@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.types import Integer, Weights
 from jaxpar.axis.axis import AxisLike
+from jaxpar.axis.checks import as_array
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 

@@ -12,8 +12,11 @@ from jax.lax import PrecisionLike
 from jaxtyping import Int, Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_divides, check_own, check_whole
-from jaxpar.arguments.checks_of_layers import (
+from jaxpar.arguments.dtypes import addition_dtype, check_wire, sum_dtype
+from jaxpar.arguments.types import Integer, Number
+from jaxpar.axis.axis import AxisLike, bind
+from jaxpar.axis.checks import as_array, check_divides, check_own, check_whole
+from jaxpar.axis.checks_of_layers import (
     as_integers,
     as_signed,
     check_number,
@@ -21,9 +24,6 @@ from jaxpar.arguments.checks_of_layers import (
     check_sequence_dim,
     check_softcap,
 )
-from jaxpar.arguments.dtypes import addition_dtype, check_wire, sum_dtype
-from jaxpar.arguments.types import Integer, Number
-from jaxpar.axis.axis import AxisLike, bind
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
 from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.compiler.compat import psum_scatter

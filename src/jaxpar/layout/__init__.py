@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxpar.layout._rule import REPLICATED
     from jaxpar.layout._split import Interleaved, Padded, Replicate, Split
     from jaxpar.layout._table import Table
+    from jaxpar.tools.layouts.explain_layout import explain_layout as explain_layout
     from jaxpar.tools.layouts.infer import infer_layout
     from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 else:

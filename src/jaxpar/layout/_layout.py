@@ -15,9 +15,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxpar.arguments.calls import of_user, public, readable, type_error, value_error
-from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Flag, Integer, PathLike
 from jaxpar.axis.axis import AxisLike
+from jaxpar.axis.checks import check_whole
 from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
@@ -101,6 +101,13 @@ class Layout(Mapping[str, ArrayLayout]):
 
     def __hash__(self) -> int:
         return hash((self._mesh, self._leaves, self._tree))
+
+    def _lines_to_compare(self) -> list[str]:
+        blocks = {
+            path: "" if array.is_plain else f" {array.blocks}" for path, array in self.items()
+        }
+        arrays = (f"{p}: {a.dtype}{list(a.shape)} {a.spec}{blocks[p]}" for p, a in self.items())
+        return [f"mesh {dict(self.mesh.shape)}", *arrays]
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -612,10 +619,10 @@ class Layout(Mapping[str, ArrayLayout]):
           >>> layout.explain(jax.grad(loss), "v5e:2x2", shape).flagged[0].rule
           'up'
         """
-        from jaxpar.tools.layouts.explain_layout import explain
+        from jaxpar import layout  # which imports the tool on demand
 
-        tries = check_whole("tries", tries, 0)
-        return explain(self, step, target, args, compiler_options, tries, bool(from_layout))
+        tries, whole = check_whole("tries", tries, 0), bool(from_layout)
+        return layout.explain_layout(self, step, target, args, compiler_options, tries, whole)
 
     def on(self, mesh: AnyMesh) -> Layout:
         moved = [array and replace(array, mesh=mesh) for array in self._leaves]

@@ -142,6 +142,9 @@ class LayoutMap(MutableMapping[str, Any]):
             results=results and {key: rule.given for key, rule in results._rules.items()},
         )
 
+    def _lines_to_compare(self) -> list[str]:
+        return str(self).splitlines()
+
     def __repr__(self) -> str:
         rules = "".join(f"\n  {key!r}: {rule.given!r}," for key, rule in self._rules.items())
         axes = {name: shown(entry) for name, entry in self._axes.items()}

@@ -12,9 +12,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import public
-from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import AnyMesh, Integer
 from jaxpar.axis.axis import AxisLike
+from jaxpar.axis.checks import check_whole
 from jaxpar.layout._alike import Alike
 from jaxpar.layout._fit import Shaped, shapes_in
 from jaxpar.layout._layout_error import LayoutProblem, refuse

@@ -12,9 +12,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Int
 
 from jaxpar.arguments.calls import naming, public, readable, type_error, value_error
-from jaxpar.arguments.checks import check_dim, check_whole
 from jaxpar.arguments.types import Integer, Leaf
 from jaxpar.axis.axis import AxisLike, axis_names, bind
+from jaxpar.axis.checks import check_dim, check_whole
 from jaxpar.axis.padding import AnyArray, PaddedDim
 
 

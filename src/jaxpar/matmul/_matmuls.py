@@ -9,10 +9,10 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.arguments.dtypes import WireLike
 from jaxpar.arguments.types import Integer, Label, Mode, Operand, Subscripts, Weights
 from jaxpar.axis.axis import OF_MATMULS, OPTIONS, AxisLike, bind
+from jaxpar.axis.checks import as_array, check_dim
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import matmul_labels, parse_labels

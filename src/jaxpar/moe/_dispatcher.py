@@ -13,11 +13,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Int32, Shaped
 
 from jaxpar.arguments.calls import public, readable, type_error, value_error
-from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.checks_of_layers import as_integers, as_signed
-from jaxpar.arguments.trees import as_arrays
 from jaxpar.arguments.types import Integer, Leaf, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import check_whole
+from jaxpar.axis.checks_of_layers import as_integers, as_signed
+from jaxpar.axis.trees import as_arrays
 from jaxpar.axis.varying import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key

@@ -18,10 +18,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Int, Int32, Num
 
 from jaxpar.arguments.calls import public, type_error, value_error
-from jaxpar.arguments.checks import as_array
-from jaxpar.arguments.checks_of_layers import as_integers
 from jaxpar.arguments.dtypes import loses_parts, result_dtype
 from jaxpar.arguments.types import Implementation, Values
+from jaxpar.axis.checks import as_array
+from jaxpar.axis.checks_of_layers import as_integers
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, Totals, fold_groups

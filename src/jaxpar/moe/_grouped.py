@@ -19,10 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Int32, Integer, Num
 
 from jaxpar.arguments.calls import check_among, public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_precision
-from jaxpar.arguments.checks_of_layers import as_integers
 from jaxpar.arguments.dtypes import as_dtype, check_holds, common_dtype, result_dtype, sum_dtype
 from jaxpar.arguments.types import Implementation, Values
+from jaxpar.axis.checks import as_array, check_precision
+from jaxpar.axis.checks_of_layers import as_integers
 from jaxpar.axis.varying import vary_alike
 from jaxpar.compiler import control_flow
 from jaxpar.moe._copies import where_rows

@@ -14,7 +14,6 @@ from jax.lax import PrecisionLike
 from jaxtyping import Bool, Float, Int32
 
 from jaxpar.arguments.calls import check_among, public
-from jaxpar.arguments.checks import as_array
 from jaxpar.arguments.dtypes import check_wire
 from jaxpar.arguments.types import (
     Dispatch,
@@ -26,6 +25,7 @@ from jaxpar.arguments.types import (
     Values,
 )
 from jaxpar.axis.axis import AxisLike
+from jaxpar.axis.checks import as_array
 from jaxpar.axis.varying import vary_over
 from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem

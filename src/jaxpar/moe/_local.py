@@ -9,7 +9,6 @@ from jaxtyping import Float, Int, Int32
 from jaxpar.axis.varying import vary_alike
 from jaxpar.choose.of_experts import applies_experts_in_slots
 from jaxpar.layers._activation import Activation
-from jaxpar.mesh.chips import traced_for_cpu
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread
 from jaxpar.moe._experts import apply_experts, closes_over_arrays
 from jaxpar.moe._group_blocks import CPU_LENGTHS, GPU_LENGTHS
@@ -25,6 +24,7 @@ from jaxpar.moe._slots import (
     plan_slots,
     slots_for,
 )
+from jaxpar.platforms.chips import traced_for_cpu
 
 # Rows, the experts that they chose (-1 for none), and the weights of these choices.
 Tokens = tuple[Float[Array, "rows d"], Int[Array, "rows k"], Float[Array, "rows k"]]

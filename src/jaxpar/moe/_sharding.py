@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxpar.arguments.calls import check_among, public, type_error, value_error
-from jaxpar.arguments.checks import as_array, check_own, check_whole
-from jaxpar.arguments.checks_of_layers import check_number, check_replicated
-from jaxpar.arguments.trees import check_own_leaves
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OF_FSDP, AxisLike, Ring, bind, bind_any
+from jaxpar.axis.checks import as_array, check_own, check_whole
+from jaxpar.axis.checks_of_layers import check_number, check_replicated
 from jaxpar.axis.padding import PaddedDim
+from jaxpar.axis.trees import check_own_leaves
 from jaxpar.axis.varying import vary_over, varying_axes
 from jaxpar.choose.sites import AUTO, DISPATCHES
 from jaxpar.layers import fsdp_gather

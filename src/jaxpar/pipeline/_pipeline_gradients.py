@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming, of_user, public, type_error, value_error
-from jaxpar.arguments.checks import check_whole
-from jaxpar.arguments.trees import as_arrays
 from jaxpar.axis.axis import AxisLike, Ring, bind
+from jaxpar.axis.checks import check_whole
+from jaxpar.axis.trees import as_arrays
 from jaxpar.axis.varying import vary_over
 from jaxpar.layers._gradients import (
     check_flag,

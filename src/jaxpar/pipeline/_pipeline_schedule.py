@@ -21,8 +21,8 @@ from os import PathLike
 from typing import NamedTuple
 
 from jaxpar.arguments.calls import public
-from jaxpar.arguments.checks import check_whole
 from jaxpar.arguments.types import Integer
+from jaxpar.axis.checks import check_whole
 
 
 class Pass(NamedTuple):

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.arguments.checks import check_dim, check_own
 from jaxpar.arguments.dtypes import addition_dtype
-from jaxpar.arguments.trees import as_arrays
 from jaxpar.axis.axis import Ring
+from jaxpar.axis.checks import check_dim, check_own
+from jaxpar.axis.trees import as_arrays
 from jaxpar.axis.varying import vary_over, varying_axes, zeros_alike
 from jaxpar.compiler.control_flow import cond
 from jaxpar.compiler.unwritten_memory import unwritten

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.mesh.walk import Index
+from jaxpar.axis.walk import Index
 from jaxpar.ring.order import Work
 from jaxpar.ring.parts import cut_out, like_finished
 from jaxpar.ring.phase import Ordering, Phase, freely

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxpar.axis.axis import Ring
-from jaxpar.mesh.chips import Chip
+from jaxpar.axis.walk import Index
 from jaxpar.mesh.cycles import AlongOne
-from jaxpar.mesh.walk import Index
+from jaxpar.platforms.chips import Chip
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import (

@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.quantized import Quantized, read_as
 from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.walk import Index
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
-from jaxpar.mesh.chips import ADDED, Chip
-from jaxpar.mesh.walk import Index
+from jaxpar.platforms.chips import ADDED, Chip
 from jaxpar.ring.parts import Span, split_dim
 from jaxpar.ring.seconds import (
     Flow,

@@ -14,10 +14,10 @@ import numpy as np
 from jax import Array, lax
 
 from jaxpar.axis.varying import spec_of
+from jaxpar.axis.walk import Index
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import cuts_within_matmuls
-from jaxpar.mesh.chips import traced_for_cpu, traced_for_cpu_cluster
-from jaxpar.mesh.walk import Index
+from jaxpar.platforms.chips import traced_for_cpu, traced_for_cpu_cluster
 
 Send = Callable[[Any], Any]
 Beside = tuple[Index, Any, Any]  # the index, the results, the arrivals

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.axis.axis import Ring
-from jaxpar.mesh.walk import Index
+from jaxpar.axis.walk import Index
 from jaxpar.ring.order import Beside, Send, Work
 from jaxpar.ring.parts import Span
 

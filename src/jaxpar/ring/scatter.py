@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.quantized import read_as
-from jaxpar.mesh.walk import Index
+from jaxpar.axis.walk import Index
 from jaxpar.ring.order import Work
 from jaxpar.ring.parts import Span, empty_result
 from jaxpar.ring.phase import Ordering, Phase, freely

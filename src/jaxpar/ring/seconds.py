@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Literal
 
-from jaxpar.mesh.chips import PERMUTE_STARTS, REACHED, Chip, traced_chip
+from jaxpar.platforms.chips import PERMUTE_STARTS, REACHED, Chip, traced_chip
 
 # Share of HBM bandwidth of a pass that places pieces whose rows lie apart in memory.
 SCATTERED_SHARE = 0.2

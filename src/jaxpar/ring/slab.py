@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import Array, lax
 
-from jaxpar.mesh.walk import as_int32
+from jaxpar.axis.walk import as_int32
 from jaxpar.ring.parts import Block, Span, Whole, unwritten
 
 

@@ -12,8 +12,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
-from jaxpar.mesh.chips import Chip
-from jaxpar.mesh.walk import Index
+from jaxpar.axis.walk import Index
+from jaxpar.platforms.chips import Chip
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, of_types

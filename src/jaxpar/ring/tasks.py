@@ -5,7 +5,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from jaxpar.mesh.walk import Index
+from jaxpar.axis.walk import Index
 from jaxpar.ring.order import Beside, Work, traced_order
 from jaxpar.ring.parts import like_finished
 

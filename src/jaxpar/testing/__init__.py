@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         specs,
         uneven_shapes,
     )
-    from jaxpar.tools.assertions import (
+    from jaxpar.tools.explain.assertions import (
         assert_collectives,
         assert_no_resharding,
         assert_overlapped,

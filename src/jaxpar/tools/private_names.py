@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from jaxpar.arguments.calls import readable as readable
     from jaxpar.arguments.calls import type_error as type_error
     from jaxpar.arguments.calls import value_error as value_error
-    from jaxpar.arguments.checks import check_whole as check_whole
-    from jaxpar.arguments.checks_of_layers import check_number as check_number
     from jaxpar.arguments.dtypes import gathered_by as gathered_by
     from jaxpar.arguments.extras import distribution as distribution
     from jaxpar.arguments.extras import install_command as install_command
     from jaxpar.arguments.extras import installed as installed
     from jaxpar.arguments.extras import lacking as lacking
+    from jaxpar.arguments.files import write_text as write_text
+    from jaxpar.arguments.files import written as written
     from jaxpar.arguments.local_paths import local_path as local_path
     from jaxpar.arguments.types import AnyMesh as AnyMesh
     from jaxpar.arguments.types import Integer as Integer
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from jaxpar.axis.axis import MODES as MODES
     from jaxpar.axis.axis import AxisLike as AxisLike
     from jaxpar.axis.axis import axis_names as axis_names
+    from jaxpar.axis.checks import check_whole as check_whole
+    from jaxpar.axis.checks_of_layers import check_number as check_number
     from jaxpar.axis.padding import PaddedDim as PaddedDim
     from jaxpar.axis.varying import varying_axes as varying_axes
     from jaxpar.choose.noted import Decision as Decision
@@ -47,10 +49,9 @@ if TYPE_CHECKING:
     from jaxpar.choose.trying import Choices as Choices
     from jaxpar.choose.trying import Trial as Trial
     from jaxpar.choose.trying import trying as trying
+    from jaxpar.choose.tuning import versions as versions
     from jaxpar.compiler.compat import manual_axes as manual_axes
     from jaxpar.compiler.compat import reading_profiles as reading_profiles
-    from jaxpar.compiler.files import write_text as write_text
-    from jaxpar.compiler.files import written as written
     from jaxpar.compiler.jaxprs import COLLECTIVES as COLLECTIVES
     from jaxpar.compiler.jaxprs import LAX_NAMES as LAX_NAMES
     from jaxpar.compiler.jaxprs import subjaxprs as subjaxprs
@@ -62,10 +63,6 @@ if TYPE_CHECKING:
     from jaxpar.compiler.options import kind_of as kind_of
     from jaxpar.compiler.options import options_like as options_like
     from jaxpar.compiler.options import options_of as options_of
-    from jaxpar.compiler.told import WHOLE_MATMULS as WHOLE_MATMULS
-    from jaxpar.compiler.told import compiler_of as compiler_of
-    from jaxpar.compiler.told import environment_options as environment_options
-    from jaxpar.compiler.tuning import versions as versions
     from jaxpar.layout._array_layout import axes_by_dim as axes_by_dim
     from jaxpar.layout._fit import Shaped as Shaped
     from jaxpar.layout._like import array_like as array_like
@@ -80,17 +77,32 @@ if TYPE_CHECKING:
     from jaxpar.layout._ready_maps import extended as extended
     from jaxpar.layout._rule import Entry as Entry
     from jaxpar.layout._rule import axes_of as axes_of
-    from jaxpar.mesh.chips import ADDED as ADDED
-    from jaxpar.mesh.chips import NO_FIGURES as NO_FIGURES
-    from jaxpar.mesh.chips import PERMUTE_STARTS as PERMUTE_STARTS
-    from jaxpar.mesh.chips import REACHED as REACHED
-    from jaxpar.mesh.chips import Chip as Chip
-    from jaxpar.mesh.chips import chip_of as chip_of
-    from jaxpar.mesh.chips import with_measured_links as with_measured_links
     from jaxpar.mesh.meshes import stays_within_a_slice as stays_within_a_slice
     from jaxpar.mesh.meshes import why_not_closed as why_not_closed
     from jaxpar.mesh.torus import closed_dims as closed_dims
     from jaxpar.mesh.torus import on_torus as on_torus
     from jaxpar.mesh.torus import slice_of as slice_of
+    from jaxpar.platforms.chips import ADDED as ADDED
+    from jaxpar.platforms.chips import NO_FIGURES as NO_FIGURES
+    from jaxpar.platforms.chips import PERMUTE_STARTS as PERMUTE_STARTS
+    from jaxpar.platforms.chips import REACHED as REACHED
+    from jaxpar.platforms.chips import Chip as Chip
+    from jaxpar.platforms.chips import chip_of as chip_of
+    from jaxpar.platforms.chips import with_measured_links as with_measured_links
+    from jaxpar.platforms.told import WHOLE_MATMULS as WHOLE_MATMULS
+    from jaxpar.platforms.told import compiler_of as compiler_of
+    from jaxpar.platforms.told import environment_options as environment_options
+    from jaxpar.processes.heartbeat import jax_ends as jax_ends
+    from jaxpar.processes.heartbeat import patience as patience
+    from jaxpar.processes.meeting import arrange as arrange
+    from jaxpar.processes.meeting import board_address as board_address
+    from jaxpar.processes.meeting import board_listener as board_listener
+    from jaxpar.processes.meeting import call_roll as call_roll
+    from jaxpar.processes.meeting import connect as connect
+    from jaxpar.processes.meeting import met as met
+    from jaxpar.processes.meeting import processes_text as processes_text
+    from jaxpar.processes.meeting import token as token
+    from jaxpar.processes.messages import read_message as read_message
+    from jaxpar.processes.messages import write_message as write_message
 else:
     __getattr__, __dir__ = names_on_demand(__name__)

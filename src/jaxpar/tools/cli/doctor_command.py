@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar import Description, agree, describe
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.shared_options import (
     add_command,
@@ -27,8 +28,6 @@ from jaxpar.tools.cli.shared_options import (
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
 from jaxpar.tools.private_names import compiler_of, install_command, installed, lacking, write_text
-from jaxpar.tools.processes.agree import agree
-from jaxpar.tools.processes.describe import Description, describe
 
 DESCRIPTION = """\
 Prints what is installed, which devices there are and which extras are missing. Runs a few

@@ -6,10 +6,10 @@ from importlib.resources import files
 from typing import Any
 
 from jaxpar.tools.explain.explained import elsewhere, gain, heading, place, title, verdict
+from jaxpar.tools.explain.measured_instructions import alone, side, totals
 from jaxpar.tools.explain.verdict import CAUSES
 from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.private_names import us
-from jaxpar.tools.timeline.measured_instructions import alone, side, totals
 
 _DATA = "/* data */"
 

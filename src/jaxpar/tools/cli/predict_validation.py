@@ -12,7 +12,7 @@ from jaxpar.tools.cli.console import UsageError, open_console, print_error, prog
 from jaxpar.tools.cli.shared_options import require_reportable
 from jaxpar.tools.cli.workers import answer, compilers, converse
 from jaxpar.tools.private_names import install_command, write_text
-from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import TPUS
 
 NOTE = (

@@ -23,7 +23,7 @@ from jaxpar.tools.private_names import (
     versions,
     why_not_closed,
 )
-from jaxpar.tools.program.cache import default_folder
+from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import unknown_network
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself

@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxpar import initialize
 from jaxpar.tools.cli import last_words
 from jaxpar.tools.cli.console import UsageError
-from jaxpar.tools.processes.start import initialize
 from jaxpar.tools.timeline.cuda_plugin import find_plugin
 
 CPU_DEVICES = 8  # over all processes of a run

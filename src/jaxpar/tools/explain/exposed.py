@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jaxpar.tools.explain.charges import Charged, Charges
 from jaxpar.tools.explain.disguises import Disguise, Disguises
 from jaxpar.tools.private_names import NO_FIGURES, readable
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
-from jaxpar.tools.program.origins import Origins
 from jaxpar.tools.program.sources import (
     Line,
     chain_text,
@@ -22,8 +20,10 @@ from jaxpar.tools.program.sources import (
     shown,
 )
 from jaxpar.tools.program.values import reached
+from jaxpar.tools.timeline.charges import Charged, Charges
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.origins import Origins
 from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
 

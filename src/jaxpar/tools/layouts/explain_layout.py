@@ -18,7 +18,6 @@ from jaxpar import compiler_options as options_of
 from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.schedule import CompiledProgram, Event, Target, Timeline, compile_for, timeline
 from jaxpar.schedule import target as describe
-from jaxpar.tools.explain.charges import Charges
 from jaxpar.tools.layouts.comparison import others
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
@@ -34,6 +33,7 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
+from jaxpar.tools.timeline.charges import Charges
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import figures_of
 
@@ -133,7 +133,7 @@ class _Question:
         return of_user(self.step, "step")(layout) if self.from_layout else self.step
 
 
-def explain(
+def explain_layout(
     layout: Layout,
     step: Any,
     target: Any,

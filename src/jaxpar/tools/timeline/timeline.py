@@ -25,9 +25,9 @@ from jaxpar.tools.private_names import (
     readable,
     value_error,
 )
-from jaxpar.tools.program.cache import keep, kept, key_of
 from jaxpar.tools.program.literals import text_of
 from jaxpar.tools.program.operations import Module, read
+from jaxpar.tools.timeline.cache import keep, kept, key_of
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.frameworks import (
     donated_by,

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.tools.processes.guarded_programs import place_in
-from jaxpar.tools.processes.meeting import processes_text
-from jaxpar.tools.processes.state import SILENT, absent
+from jaxpar.tools.guard.guarded_programs import place_in
+from jaxpar.tools.guard.state import SILENT, absent
+from jaxpar.tools.private_names import processes_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxpar.tools.processes.call import GuardedCall
-    from jaxpar.tools.processes.guarded_programs import TracedProgram
+    from jaxpar.tools.guard.call import GuardedCall
+    from jaxpar.tools.guard.guarded_programs import TracedProgram
 
 _SECONDS = "<seconds>"
 States = Sequence[Mapping[str, Any]]

@@ -19,22 +19,24 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.private_names import naming, value_error
-from jaxpar.tools.processes.board import SILENCE, Board, silence
-from jaxpar.tools.processes.call import GuardedCall
-from jaxpar.tools.processes.guarded_programs import TracedProgram
-from jaxpar.tools.processes.heartbeat import patience
-from jaxpar.tools.processes.meeting import (
+from jaxpar.tools.guard.board import SILENCE, Board, silence
+from jaxpar.tools.guard.call import GuardedCall
+from jaxpar.tools.guard.guarded_programs import TracedProgram
+from jaxpar.tools.guard.report import report
+from jaxpar.tools.guard.state import BEAT, ProcessState
+from jaxpar.tools.private_names import (
     arrange,
     board_address,
     board_listener,
     connect,
     met,
+    naming,
+    patience,
+    read_message,
     token,
+    value_error,
+    write_message,
 )
-from jaxpar.tools.processes.messages import read, write
-from jaxpar.tools.processes.report import report
-from jaxpar.tools.processes.state import BEAT, ProcessState
 from jaxpar.tools.program.sources import Line, own_line
 
 HASTE = 0.02  # seconds between reports while the process waits
@@ -200,11 +202,11 @@ class Watch:
         peer.settimeout(60)
 
         def exchange(said: Mapping[str, Any]) -> dict[str, Any]:
-            write(peer, said)
+            write_message(peer, said)
             asked = monotonic()
             while not wait([peer], BEAT):
                 self._tell_of_silence(monotonic() - asked)
-            return read(peer)
+            return read_message(peer)
 
         return exchange
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.arguments.checks import as_array, check_own
 from jaxpar.axis.axis import Ring
+from jaxpar.axis.checks import as_array, check_own
 from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.rounding import scales_among
 

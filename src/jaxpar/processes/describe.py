@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
-from jaxpar.tools.private_names import public, readable
+from jaxpar.arguments.calls import public, readable
 
 
 @readable

@@ -9,14 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 
-def write(peer: socket.socket, message: Any) -> None:
+def write_message(peer: socket.socket, message: Any) -> None:
     """Sends a message, if the other side remains."""
     data = json.dumps(message).encode()
     with suppress(OSError):  # the other side reports its end
         peer.sendall(struct.pack("!Q", len(data)) + data)
 
 
-def read(peer: socket.socket) -> dict[str, Any]:
+def read_message(peer: socket.socket) -> dict[str, Any]:
     (size,) = struct.unpack("!Q", _receive(peer, 8))
     if size > 1 << 30:
         raise ConnectionError("no message of ours")

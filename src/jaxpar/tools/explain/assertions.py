@@ -10,9 +10,9 @@ from jaxpar.schedule import ExposedCollective, Finding, Target, compile_for, exp
 from jaxpar.schedule import target as describe
 from jaxpar.tools.explain.explained import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
+from jaxpar.tools.explain.memory import live_at_peak
 from jaxpar.tools.private_names import MeshAxes, Number, readable
 from jaxpar.tools.private_names import size_text as size
-from jaxpar.tools.program.memory import live_at_peak
 
 _WORST = 3  # findings in a text
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")

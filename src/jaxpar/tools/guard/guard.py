@@ -11,6 +11,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from jaxpar.tools.guard.call import GuardedCall
+from jaxpar.tools.guard.guarded_programs import TracedProgram, program_of, traced
+from jaxpar.tools.guard.watch import watch
 from jaxpar.tools.private_names import (
     Integer,
     Number,
@@ -21,9 +24,6 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
-from jaxpar.tools.processes.call import GuardedCall
-from jaxpar.tools.processes.guarded_programs import TracedProgram, program_of, traced
-from jaxpar.tools.processes.watch import watch
 
 
 @readable

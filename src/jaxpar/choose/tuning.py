@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
+from jaxpar.arguments.files import write_text
 from jaxpar.arguments.on_demand import open_types
 from jaxpar.choose.sites import AUTO, Asked, using
 from jaxpar.choose.trying import is_trying
-from jaxpar.compiler.files import write_text
-from jaxpar.compiler.told import traced_options
+from jaxpar.platforms.told import traced_options
 
 if TYPE_CHECKING:
     TuningLike: TypeAlias = "str | Path | Tuning"

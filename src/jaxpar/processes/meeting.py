@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.tools.private_names import called, value_error
-from jaxpar.tools.processes.heartbeat import telling
-from jaxpar.tools.processes.messages import read, write
+from jaxpar.arguments.calls import called, value_error
+from jaxpar.processes.heartbeat import telling
+from jaxpar.processes.messages import read_message, write_message
 
 
 @dataclass
@@ -90,7 +90,7 @@ def call_roll(
         _accept(present, roll, set(range(1, count)), seconds, lambda said: "rank" in said)
     _meeting.open(address[0])
     for peer, _ in present.values():
-        write(peer, _meeting.told())
+        write_message(peer, _meeting.told())
         peer.close()
 
 
@@ -104,8 +104,8 @@ def _listening(address: tuple[str, int]) -> socket.socket:
 
 def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
     peer = connect(address, seconds)
-    write(peer, {"rank": rank})
-    answer = read(peer)
+    write_message(peer, {"rank": rank})
+    answer = read_message(peer)
     peer.close()
     if "failure" in answer:
         raise TimeoutError(answer["failure"])
@@ -147,10 +147,10 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
         different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
         if different and not verdict:
             name = different[0]
-            write(peer, {"want": name})
-            verdict = _difference(name, rank, texts.get(name), read(peer)["lines"])
+            write_message(peer, {"want": name})
+            verdict = _difference(name, rank, texts.get(name), read_message(peer)["lines"])
     for peer, _ in present.values():
-        write(peer, {"verdict": verdict})
+        write_message(peer, {"verdict": verdict})
         peer.close()
     if verdict:
         raise value_error(verdict)
@@ -159,12 +159,12 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
 def _send_and_hear(texts: dict[str, list[str]], seconds: float) -> None:
     peer = connect((_meeting.host, _meeting.ports["agree"]), seconds)
     digests = {name: _digest(lines) for name, lines in texts.items()}
-    write(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
+    write_message(peer, {"rank": jax.process_index(), "token": _meeting.token, "digests": digests})
     try:
-        answer = read(peer)
+        answer = read_message(peer)
         if "want" in answer:
-            write(peer, {"lines": texts.get(answer["want"])})
-            answer = read(peer)
+            write_message(peer, {"lines": texts.get(answer["want"])})
+            answer = read_message(peer)
     except (TimeoutError, ConnectionError) as reason:
         raise TimeoutError(
             f"{called()}: process 0 did not answer within {seconds:g} s; is it alive, and does it "
@@ -192,7 +192,7 @@ def _accept(
         try:
             peer, _ = listener.accept()
             peer.settimeout(max(1.0, end - time.monotonic()))
-            said = read(peer)
+            said = read_message(peer)
         except TimeoutError:
             missing = sorted(wanted - set(present))
             text = (
@@ -201,7 +201,7 @@ def _accept(
                 f"{'its host' if len(missing) == 1 else 'their hosts'}, or give a longer timeout_s"
             )
             for other, _ in present.values():
-                write(other, {"failure": text})
+                write_message(other, {"failure": text})
                 other.close()
             raise TimeoutError(text) from None
         except (ConnectionError, ValueError):

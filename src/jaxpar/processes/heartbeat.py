@@ -9,7 +9,7 @@ from threading import Timer
 
 import jax
 
-from jaxpar.tools.private_names import called
+from jaxpar.arguments.calls import called
 
 # JAX's default for `heartbeat_timeout_seconds`, in all versions; `initialize` sets what it is told.
 LIMIT = [100.0]

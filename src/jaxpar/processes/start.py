@@ -8,19 +8,13 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.private_names import (
-    Integer,
-    Number,
-    called,
-    check_number,
-    check_whole,
-    public,
-    type_error,
-    value_error,
-)
-from jaxpar.tools.processes import heartbeat
-from jaxpar.tools.processes.describe import Description, describe
-from jaxpar.tools.processes.meeting import call_roll
+from jaxpar.arguments.calls import called, public, type_error, value_error
+from jaxpar.arguments.types import Integer, Number
+from jaxpar.axis.checks import check_whole
+from jaxpar.axis.checks_of_layers import check_number
+from jaxpar.processes import heartbeat
+from jaxpar.processes.describe import Description, describe
+from jaxpar.processes.meeting import call_roll
 
 # Variables by which jax.distributed sees that a launcher or a cloud knows the processes.
 _LAUNCHERS = (

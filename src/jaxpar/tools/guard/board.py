@@ -15,11 +15,15 @@ from threading import Lock, Thread
 from time import monotonic
 from typing import Any
 
-from jaxpar.tools.processes.guarded_programs import first_difference
-from jaxpar.tools.processes.heartbeat import jax_ends, patience
-from jaxpar.tools.processes.meeting import processes_text
-from jaxpar.tools.processes.messages import read, write
-from jaxpar.tools.processes.state import BEAT, MAKING, SILENT, KnownProcess, ProcessState
+from jaxpar.tools.guard.guarded_programs import first_difference
+from jaxpar.tools.guard.state import BEAT, MAKING, SILENT, KnownProcess, ProcessState
+from jaxpar.tools.private_names import (
+    jax_ends,
+    patience,
+    processes_text,
+    read_message,
+    write_message,
+)
 
 SILENCE = "silence"  # a kind of trouble
 
@@ -90,12 +94,12 @@ class Board:
         with suppress(ConnectionError, ValueError, OSError), peer:
             peer.settimeout(30)
             while True:
-                said = read(peer)
+                said = read_message(peer)
                 if said.get("token") != token:
                     return
                 peer.settimeout(None)
                 rank = said["state"]["rank"]
-                write(peer, self.hear(said))
+                write_message(peer, self.hear(said))
         if rank is not None:
             self.lose(rank)
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 
-from jaxpar.tools.private_names import Number, check_number, public
-from jaxpar.tools.processes.describe import versions
-from jaxpar.tools.processes.meeting import compare
-from jaxpar.tools.processes.text import lines_of
+from jaxpar.arguments.calls import public
+from jaxpar.arguments.types import Number
+from jaxpar.axis.checks_of_layers import check_number
+from jaxpar.processes.describe import versions
+from jaxpar.processes.meeting import compare
+from jaxpar.processes.text import lines_of
 
 _SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # jax options that may differ by host: folders, devices and addresses.

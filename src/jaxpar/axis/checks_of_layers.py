@@ -8,8 +8,8 @@ from jax import Array
 from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import type_error, value_error
-from jaxpar.arguments.checks import as_array, check_dim
 from jaxpar.axis.axis import Ring
+from jaxpar.axis.checks import as_array, check_dim
 from jaxpar.axis.varying import varying_axes
 
 

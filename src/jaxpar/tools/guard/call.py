@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar.tools.processes.guarded_programs import TracedProgram
-from jaxpar.tools.processes.state import MAKING
+from jaxpar.tools.guard.guarded_programs import TracedProgram
+from jaxpar.tools.guard.state import MAKING
 
 if TYPE_CHECKING:
-    from jaxpar.tools.processes.watch import Watch
+    from jaxpar.tools.guard.watch import Watch
 
 
 @dataclass(eq=False)

@@ -1,0 +1,1 @@
+"""What is known of each kind of chip, and of its compiler."""

@@ -1,0 +1,1 @@
+"""Guards the calls of several processes, and says who waits for whom."""

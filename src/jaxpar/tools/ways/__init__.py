@@ -1,0 +1,1 @@
+"""What `"auto"` chooses at each call site."""
