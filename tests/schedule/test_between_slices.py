@@ -17,8 +17,9 @@ from jaxpar.tools.accuracy.interval import texts_of
 from jaxpar.tools.accuracy.measurement import measurements
 from jaxpar.tools.cli.main import main
 from jaxpar.tools.program.costs import Message
+from jaxpar.tools.program.mesh_axes import axes_of, in_mesh
 from jaxpar.tools.program.operations import Collective, Done, read
-from jaxpar.tools.timeline.links import Links, axes_of, in_mesh
+from jaxpar.tools.timeline.links import Links
 
 TWO = target("2xv5e:2x2", "pp=2,tp=4")
 START = TWO.chip.start + TWO.chip.latency  # of a transfer between slices

@@ -13,8 +13,9 @@ from jaxpar.platforms.chips import CHIPS
 from jaxpar.schedule import target
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.hlo import replica_groups
+from jaxpar.tools.program.mesh_axes import lane_of, lane_of_groups
 from jaxpar.tools.timeline.floor import rings_over
-from jaxpar.tools.timeline.links import Links, lane_of, lane_of_groups
+from jaxpar.tools.timeline.links import Links
 
 TORUS = replace(CHIPS[0], link=2.0)
 GATHER = Message("all-gather", 1.0)

@@ -26,6 +26,7 @@ from jaxpar.tools.private_names import (
     value_error,
 )
 from jaxpar.tools.program.literals import text_of
+from jaxpar.tools.program.mesh_axes import places_of_slices
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.cache import keep, kept, key_of
 from jaxpar.tools.timeline.event import Event
@@ -36,7 +37,7 @@ from jaxpar.tools.timeline.frameworks import (
 )
 from jaxpar.tools.timeline.idle import idle_share
 from jaxpar.tools.timeline.limits import impossible
-from jaxpar.tools.timeline.links import Links, places_of_slices
+from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.places import Places
 from jaxpar.tools.timeline.player import Assumptions, Player
 from jaxpar.tools.timeline.target import LONG, Target, figures_of, measured_of, under_load
