@@ -7,6 +7,7 @@ more takes something away first. What a budget is of stands at its test.
 import ast
 import builtins
 import inspect
+import re
 import subprocess
 import sys
 import tokenize
@@ -151,12 +152,60 @@ def check_ceiling(what, found, most, least=0.99):
         ("gated_mlp", "jaxpar.layers._tensor", 40, 5493),
         ("moe_layer", "jaxpar.moe._layer", 59, 10129),
         ("ring_attention", "jaxpar.layers._ring_attention", 26, 4024),
+        ("pipeline.value_and_grad", "jaxpar.pipeline._pipelined", 21, 3152),
+        ("agree", "jaxpar.processes.agree", 15, 2030),
+        ("guard", "jaxpar.tools.guard.guard", 33, 5196),
+        ("timeline", "jaxpar.tools.timeline.timeline", 48, 7779),
+        ("explain", "jaxpar.tools.explain.explain", 99, 16838),
     ],
 )
 def test_what_a_name_loads(name, module, files, lines):
     found = closure(module)
     check_ceiling(f"files that {name} loads", len(found), files)
     check_ceiling(f"lines that {name} loads", lines_of(found), lines)
+
+
+@pytest.mark.parametrize(("part", "most"), [("", 28309), (TOOLS, 19399), (f"{TOOLS}.cli", 5017)])
+def test_lines(part, most):
+    """Of the toolkit, of the tools, and of their commands."""
+    modules = [m for m in FILES if m.startswith(part or "jaxpar") and (part or TOOLS not in m)]
+    check_ceiling(f"lines of {part or 'the toolkit'}", lines_of(modules), most)
+
+
+# What JAX, clouds and compilers call a chip.
+CHIP = re.compile(r"TPU v\d|TPU7x|NVIDIA|Tesla|\blite\b|\bsm_\d|\bv[456][ep]?\b|tpu7x|h[12]00")
+
+
+def texts(path):
+    """The strings of a module without docstrings."""
+    shown = {
+        id(node.body[0].value)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    }
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in shown:
+            yield node.value
+
+
+def test_files_that_know_a_chip():
+    knowing = sorted(m for m, path in FILES.items() if any(map(CHIP.search, texts(path))))
+    assert len(knowing) <= 20, knowing
+
+
+def folder(module):
+    return FILES[module].parent
+
+
+def test_no_two_folders_import_each_other():
+    edges = {
+        (folder(module), folder(name))
+        for module in FILES
+        for name in imports()[module]["loaded"]
+        if module != "jaxpar.__main__" and folder(module) != folder(name)
+    }
+    both = {(str(one), str(other)) for one, other in edges if (other, one) in edges}
+    assert not both, "move what both need into the lower one"
 
 
 def circles(kinds):
