@@ -139,7 +139,7 @@ def left_out() -> list[Error]:
         newest = gpu_times.nearest_version(gpu, "")
         several = [
             (kinds.get(kind, kind), predicted, seconds)
-            for (kind, _), times in gpu_times.published(gpu, newest).items()
+            for (kind, _), times in gpu_times.collectives(gpu, newest).items()
             for predicted, seconds in gpu_times.without_each(times)
         ]
         if products is not None:

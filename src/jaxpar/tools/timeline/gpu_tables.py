@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import exp, inf, log, prod
+from math import exp, log, prod
 from pathlib import Path
 from typing import Any
 
 from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
-from jaxpar.tools.timeline.gpu_times import PublicProducts, Series
+from jaxpar.tools.timeline.gpu_times import PublicProducts, Series, never_falling
 
 # The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
 _TABLES = {
@@ -175,7 +175,7 @@ def _neighbours(grid: list[int], size: float) -> list[tuple[int, float]]:
 
 def published(products: PublicProducts | None, collectives: Series) -> GpuTables:
     """Returns published times alone."""
-    series = {key: _never_falling(times) for key, times in collectives.items()}
+    series = {key: never_falling(times) for key, times in collectives.items()}
     return GpuTables({}, series, products)
 
 
@@ -244,7 +244,7 @@ def _collectives(data: Any, key: str) -> dict[tuple[str, int], dict[Sizes, float
         # The rate is of the full array; a reduce-scatter's result is a part of it.
         whole = 4 * elements * (group if kind == "reduce-scatter" else 1)
         times[kind, group][whole,] = whole / rate
-    return {key: _never_falling(table) for key, table in times.items()}
+    return {key: never_falling(table) for key, table in times.items()}
 
 
 def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
@@ -253,11 +253,3 @@ def kind_of_permute(pairs: Sequence[tuple[int, int]]) -> str:
     if set(pairs) == {(target, source) for source, target in pairs}:
         return "collective-permute, swapping"
     return "collective-permute" + (", one way" if sources.isdisjoint(targets) else "")
-
-
-def _never_falling(table: Mapping[Sizes, float]) -> dict[Sizes, float]:
-    # Single points are far off, so times must not fall with size.
-    least, found = inf, dict[Sizes, float]()
-    for sizes in sorted(table, reverse=True):
-        found[sizes] = least = min(least, table[sizes])
-    return found

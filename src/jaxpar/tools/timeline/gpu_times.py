@@ -75,11 +75,6 @@ def nearest_version(gpu: str, wanted: str) -> str:
 @cache
 def collectives(gpu: str, nccl: str) -> Series:
     """Returns seconds by kind and devices, and by bytes as XLA counts them."""
-    return {key: without_spikes(times) for key, times in published(gpu, nccl).items()}
-
-
-def published(gpu: str, nccl: str) -> Series:
-    """Returns the same as their authors publish them."""
     series: dict[tuple[str, int], dict[tuple[int, ...], float]] = {}
     for name, times in _table()["collectives"][gpu].items():
         of, kind, group = name.split()
@@ -92,10 +87,11 @@ def published(gpu: str, nccl: str) -> Series:
     return series
 
 
-def without_spikes(times: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+def never_falling(times: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
     """Returns times in which no size takes longer than a larger one.
 
-    Some 1 KiB take 18 us where 2 KiB take 7, with one version of NCCL and not with the next.
+    Single points are far off: 1 KiB takes 18 us where 2 KiB take 7, with one version of NCCL and
+    not with the next.
     """
     sizes = sorted(times)
     least = np.minimum.accumulate([times[size] for size in reversed(sizes)])[::-1]
@@ -105,7 +101,7 @@ def without_spikes(times: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ..
 def without_each(times: Mapping[tuple[int, ...], float]) -> Iterator[tuple[float, float]]:
     """Yields the seconds that a size's neighbours tell, and its own."""
     for before, here, after in zip(*(sorted(times)[n:] for n in range(3)), strict=False):
-        others = without_spikes({size: times[size] for size in times if size != here})
+        others = never_falling({size: times[size] for size in times if size != here})
         share = log(here[0] / before[0]) / log(after[0] / before[0])
         yield others[before] ** (1 - share) * others[after] ** share, times[here]
 
