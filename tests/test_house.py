@@ -147,16 +147,16 @@ def check_ceiling(what, found, most, least=0.99):
 @pytest.mark.parametrize(
     ("name", "module", "files", "lines"),
     [
-        ("all_gather_matmul", "jaxpar.matmul._matmuls", 29, 4228),
+        ("all_gather_matmul", "jaxpar.matmul._matmuls", 29, 4218),
         ("LayoutMap", "jaxpar.layout._map", 27, 4563),
         ("gated_mlp", "jaxpar.layers._tensor", 40, 5493),
         ("moe_layer", "jaxpar.moe._layer", 59, 10129),
         ("ring_attention", "jaxpar.layers._ring_attention", 26, 4024),
-        ("pipeline.value_and_grad", "jaxpar.pipeline._pipelined", 21, 3152),
+        ("pipeline.value_and_grad", "jaxpar.pipeline._pipelined", 21, 3146),
         ("agree", "jaxpar.processes.agree", 15, 2030),
-        ("guard", "jaxpar.tools.guard.guard", 33, 5196),
-        ("timeline", "jaxpar.tools.timeline.timeline", 48, 7779),
-        ("explain", "jaxpar.tools.explain.explain", 99, 16838),
+        ("guard", "jaxpar.tools.guard.guard", 33, 4949),
+        ("timeline", "jaxpar.tools.timeline.timeline", 47, 7734),
+        ("explain", "jaxpar.tools.explain.explain", 99, 16826),
     ],
 )
 def test_what_a_name_loads(name, module, files, lines):
@@ -165,15 +165,17 @@ def test_what_a_name_loads(name, module, files, lines):
     check_ceiling(f"lines that {name} loads", lines_of(found), lines)
 
 
-@pytest.mark.parametrize(("part", "most"), [("", 28309), (TOOLS, 19399), (f"{TOOLS}.cli", 5017)])
+@pytest.mark.parametrize(("part", "most"), [("", 28529), (TOOLS, 19141), (f"{TOOLS}.cli", 5017)])
 def test_lines(part, most):
     """Of the toolkit, of the tools, and of their commands."""
     modules = [m for m in FILES if m.startswith(part or "jaxpar") and (part or TOOLS not in m)]
     check_ceiling(f"lines of {part or 'the toolkit'}", lines_of(modules), most)
 
 
-# What JAX, clouds and compilers call a chip.
-CHIP = re.compile(r"TPU v\d|TPU7x|NVIDIA|Tesla|\blite\b|\bsm_\d|\bv[456][ep]?\b|tpu7x|h[12]00")
+# What JAX, clouds and compilers call a chip: in its names for kinds, or as a target.
+CHIP = re.compile(
+    r"TPU v\d|TPU7x|NVIDIA|Tesla|\bsm_\d|^lite$|^(v\d\w?|tpu7x|g?[abh]\d00)(:[\dx]+)?$"
+)
 
 
 def texts(path):
@@ -188,9 +190,11 @@ def texts(path):
             yield node.value
 
 
-def test_files_that_know_a_chip():
-    knowing = sorted(m for m, path in FILES.items() if any(map(CHIP.search, texts(path))))
-    assert len(knowing) <= 20, knowing
+def test_a_chip_is_known_in_one_folder():
+    """All of it but examples in help texts."""
+    knowing = {m for m, path in FILES.items() if any(map(CHIP.search, texts(path)))}
+    assert {m for m in knowing if not m.startswith("jaxpar.platforms.")} == set()
+    assert knowing
 
 
 def folder(module):
@@ -290,7 +294,7 @@ def test_a_package_shows_its_public_names_alone(package):
         ("jaxpar.ring.stepwise.Stepwise", 5),
         ("jaxpar.choose.problem.Problem", 14),
         ("jaxpar.ring.seconds.Flow", 16),
-        ("jaxpar.ring.seconds.Fitted", 5),
+        ("jaxpar.platforms.chips.Fitted", 5),
     ],
 )
 def test_facts_of_the_core(of, most):

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
-from jaxpar.platforms.told import COMPILERS, traced_asynchronous
+from jaxpar.platforms.chips import compiler_of
+from jaxpar.platforms.told import traced_asynchronous
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 
@@ -54,7 +55,7 @@ PROGRAMS = {
 def test_the_compiler_takes_the_options_and_frees_the_collectives(kind):
     described = target(SLICES[kind])
     options = jaxpar.compiler_options(described)
-    compiler = COMPILERS[kind]
+    compiler = compiler_of(kind)
     assert options == {option.name: option.value for option in compiler.options}
     freed = compiler.frees | {option.frees for option in compiler.options if option.frees}
     locals_, outs = zip(*PROGRAMS.values(), strict=True)

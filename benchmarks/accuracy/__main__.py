@@ -15,18 +15,19 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from accuracy import calibrate
+from accuracy.calibrate import LEFT_OUT, Calibration, errors_of, left_out
 from accuracy.plot import draw
-from jaxpar.tools.accuracy import calibrate
-from jaxpar.tools.accuracy.calibrate import LEFT_OUT, Calibration, left_out
+from jaxpar.tools.accuracy import interval
 from jaxpar.tools.accuracy.interval import WHOLE
 from jaxpar.tools.accuracy.measurement import measurements
-from jaxpar.tools.accuracy.validate import TITLES, errors_of, table
+from jaxpar.tools.accuracy.validate import TITLES, table
 from jaxpar.tools.cli.predict_validation import validated
 from steps.step import errors as errors_of_steps
 from tables import Table, update
 
 README = Path(__file__).with_name("README.md")
-INTERVALS = Path(calibrate.__file__).with_name("intervals.json")
+INTERVALS = Path(interval.__file__).with_name("intervals.json")
 SECTION, COVERAGE = "classes", "coverage"
 SOME = 10  # of the published times of GPUs, one in so many is predicted from the others
 

@@ -7,8 +7,8 @@ import pytest
 
 from accuracy import gpu_times
 from accuracy.__main__ import coverage
+from accuracy.calibrate import LEFT_OUT, Calibration, Error
 from accuracy.plot import draw
-from jaxpar.tools.accuracy.calibrate import LEFT_OUT, Calibration, Error
 from jaxpar.tools.accuracy.interval import KindOfWork
 from jaxpar.tools.accuracy.measurement import measurements
 from jaxpar.tools.accuracy.validate import Held

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.platforms.told import WHOLE_MATMULS
+from jaxpar.platforms.compilers import WHOLE_MATMULS
 from jaxpar.tools.cli.ops import OPS, Ring, Shape, with_gradients
 
 Local = Callable[[Array, Array, Ring], Array]

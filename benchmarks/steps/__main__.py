@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from jaxpar.tools.accuracy.calibrate import Calibration, Error
+from accuracy.calibrate import Calibration, Error
 from jaxpar.tools.accuracy.interval import FEWEST, Interval
 from steps.step import RECORD, Predicted, Step, errors, predictions, steps
 from tables import Table, made_by, update

@@ -9,7 +9,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.accuracy.calibrate import Error
+from accuracy.calibrate import Error
 from jaxpar.tools.accuracy.interval import WHOLE, KindOfWork
 
 RECORD = Path(__file__).with_name("predicted.json")

@@ -5,7 +5,7 @@ from math import log1p, prod
 import pytest
 
 import steps.__main__ as command
-from jaxpar.tools.accuracy.calibrate import Calibration, Error
+from accuracy.calibrate import Calibration, Error
 from jaxpar.tools.accuracy.interval import Interval, KindOfWork, _intervals
 from jaxpar.tools.timeline.target import TPUS, parts_of
 from steps.maxtext_step import arguments

@@ -17,6 +17,7 @@ import jax
 import jaxpar
 from jaxpar.choose import choice
 from jaxpar.matmul import _kept
+from jaxpar.platforms.chips import Fitted, Tpu, fitted_to, platform_of
 from jaxpar.ring import hierarchical, in_chunks, of_mode, order, seconds, staying, stepwise
 from jaxpar.schedule import Target
 from jaxpar.schedule import target as describe
@@ -26,7 +27,7 @@ from sweep.worker import ONE_RING, candidates, decided, forms
 from tables import Table
 
 MODULES = (seconds, choice, stepwise, in_chunks, of_mode, staying, hierarchical, order, _kept)
-# Of all chips; those of each are the fields of `seconds.Fitted`.
+# Of all chips; those of each are the fields of `Fitted`.
 SHARED = (
     *("MATMUL_SHARE", "SCATTERED_SHARE", "INSTRUCTION", "KEPT_JOINED", "KEPT_TOGETHER", "MARGIN"),
     "FLOPS_WITHIN",
@@ -157,21 +158,19 @@ def with_number(name: str, kind: str, value: float) -> Iterator[None]:
             for module, old in holders:
                 setattr(module, name, old)
     else:
-        old = seconds.fitted_to(kind)
-        seconds.BY_KIND[kind] = replace(old, **{name: value})
+        known = platform_of(kind)
+        assert isinstance(known, Tpu)
+        old = known.fitted
+        object.__setattr__(known, "fitted", replace(old, **{name: value}))  # it is frozen
         try:
             yield
         finally:
-            seconds.BY_KIND[kind] = old
+            object.__setattr__(known, "fitted", old)
 
 
 def number(name: str, kind: str) -> float:
     """A number as it is."""
-    of = (
-        seconds.fitted_to(kind)
-        if name not in SHARED
-        else next(m for m in MODULES if hasattr(m, name))
-    )
+    of = fitted_to(kind) if name not in SHARED else next(m for m in MODULES if hasattr(m, name))
     found: float = getattr(of, name)
     return found
 
@@ -188,7 +187,7 @@ def fit(cases: list[Case], tell: Callable[[str], None] = print) -> Table:
             if not fitting or not judging:
                 continue
             tell(f"{kind or 'all chips'}: {judge(fitting)}; of those that judge: {judge(judging)}")
-            names = [f.name for f in fields(seconds.Fitted)] if kind else [*SHARED]
+            names = [f.name for f in fields(Fitted)] if kind else [*SHARED]
             for name in names:
                 now = number(name, kind)
                 best = best_value(name, kind, fitting)

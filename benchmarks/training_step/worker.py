@@ -36,7 +36,7 @@ from jaxpar.layers import (
     ring_attention,
     rms_norm,
 )
-from jaxpar.platforms.told import WHOLE_MATMULS
+from jaxpar.platforms.compilers import WHOLE_MATMULS
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe
 from jaxpar.tools.cli.workers import answer, one_line

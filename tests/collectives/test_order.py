@@ -16,18 +16,18 @@ from jax.sharding import NamedSharding
 
 from jaxpar import make_mesh
 from jaxpar.ring.order import (
-    ORDERS,
     ClusterOrder,
     CpuOrder,
     Order,
     TpuOrder,
+    order_of,
     written_after,
 )
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.tools.cli.ops import OPS
 from jaxpar.tools.program.hlo import parse
 
-V5P = ORDERS["TPU v5"]
+V5P = order_of("TPU v5")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jaxpar.pipeline import interleaved_1f1b, value_and_grad
 from jaxpar.schedule import compile_for, explain, target, timeline
 from jaxpar.tools.explain.pipelines import pipeline_lines
 from jaxpar.tools.program.operations import Collective, Loop
-from jaxpar.tools.timeline.idle import idle_share
+from jaxpar.tools.timeline.event import idle_share
 
 WIDTH, HIDDEN, ROWS = 256, 4096, 1024  # compilers of TPUs take long for more
 SCHEDULE = interleaved_1f1b(4, microbatches=8, virtual_stages=2)

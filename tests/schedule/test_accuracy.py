@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+from accuracy.calibrate import Calibration, Error, left_out
+from accuracy.calibrate import text_of as written
 from jaxpar.schedule import Timeline, compile_for, target, timeline
 from jaxpar.tools.accuracy import interval as accuracy_interval
-from jaxpar.tools.accuracy.calibrate import Calibration, Error, left_out
-from jaxpar.tools.accuracy.calibrate import text_of as written
 from jaxpar.tools.accuracy.interval import (
     Interval,
     KindOfWork,

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpar.mesh.cycles import disjoint_cycles
-from jaxpar.platforms.chips import CHIPS
+from jaxpar.platforms.chips import platforms
 from jaxpar.schedule import target
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.hlo import replica_groups
@@ -17,9 +17,10 @@ from jaxpar.tools.program.mesh_axes import lane_of, lane_of_groups
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 
-TORUS = replace(CHIPS[0], link=2.0)
+CHIPS = {known.kind: known.chip for known in platforms()}
+TORUS = replace(CHIPS["TPU v4"], link=2.0)
 GATHER = Message("all-gather", 1.0)
-SWITCH = replace(next(chip for chip in CHIPS if not chip.torus), link=4.0, network=1.0)
+SWITCH = replace(CHIPS["NVIDIA A100-SXM4-40GB"], link=4.0, network=1.0)
 
 
 def in_order(name, *, along=None):

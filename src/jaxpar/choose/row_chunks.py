@@ -3,7 +3,8 @@
 from jaxpar.choose.choice import is_asynchronous
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.sites import ROW_CHUNKS, notes, settled_chunks
-from jaxpar.ring.seconds import collective_time, fitted_to, work_time
+from jaxpar.platforms.chips import fitted_to
+from jaxpar.ring.seconds import collective_time, work_time
 
 
 def choose_row_chunks(problem: Problem) -> int:

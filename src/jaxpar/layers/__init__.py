@@ -27,10 +27,7 @@ if TYPE_CHECKING:
     from jaxpar.layers._regions import copy_region, gather_region, reduce_region, scatter_region
     from jaxpar.layers._ring_attention import ring_attention, zigzag_order
     from jaxpar.layers._tensor import column_parallel_linear, gated_mlp, row_parallel_linear
-    from jaxpar.layers._vocabulary import (
-        vocab_parallel_cross_entropy,
-        vocab_parallel_embedding,
-    )
+    from jaxpar.layers._vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 else:
     __getattr__, __dir__ = names_on_demand(
         __name__,

@@ -20,13 +20,7 @@ from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.checks import as_array, check_dim, check_whole
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.varying import vary_wide, varying_axes
-from jaxpar.layers._projections import (
-    Projection,
-    as_biases,
-    as_weights,
-    bind_projection,
-    fsdp_pair,
-)
+from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 
 
 @readable

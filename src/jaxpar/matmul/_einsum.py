@@ -11,13 +11,7 @@ from jaxpar.arguments.calls import value_error
 from jaxpar.arguments.dtypes import as_dtype, bits_of
 from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.checks import (
-    PARTIAL_SUMS,
-    as_array,
-    check_divides,
-    check_own,
-    check_precision,
-)
+from jaxpar.axis.checks import PARTIAL_SUMS, as_array, check_divides, check_own, check_precision
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
 from jaxpar.axis.varying import vary_alike
 from jaxpar.choose.choice import choose_ways, may_keep

@@ -20,7 +20,8 @@ from jaxpar.arguments.types import MeshAxes
 from jaxpar.axis.axis import AxisLike, axis_names, ring_positions
 from jaxpar.axis.walk import AxisLinks, How, note_links
 from jaxpar.mesh.cycles import Cycle, Walk, walks_of_places, walks_over
-from jaxpar.mesh.torus import closed_dims, on_torus, slice_grid, slice_of
+from jaxpar.mesh.slices import on_torus, slice_of
+from jaxpar.mesh.torus import closed_dims, slice_grid
 
 
 @public

@@ -19,19 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-
-def on_torus(device: Any) -> bool:
-    # Devices of other platforms may have an attribute of the same name.
-    return getattr(device, "coords", None) is not None and device.device_kind.startswith("TPU")
-
-
-def slice_of(device: Any) -> int:
-    return getattr(device, "slice_index", None) or 0
+from jaxpar.mesh.slices import on_torus, slice_of
+from jaxpar.platforms.chips import Tpu, platform_of
 
 
 def closed_dims(device_kind: str, extent: Int[np.ndarray, " dims"]) -> Bool[np.ndarray, " dims"]:
-    if "lite" in device_kind:  # v5e and v6e are called "TPU v5 lite" and "TPU v6 lite"
-        return extent == 16
+    known = platform_of(device_kind)
+    if isinstance(known, Tpu) and known.closed is not None:
+        return extent == known.closed
     return np.full(extent.shape, (extent % 4 == 0).all())  # only full cubes have closed dimensions
 
 

@@ -25,13 +25,7 @@ from jaxpar.axis.checks_of_layers import as_integers
 from jaxpar.axis.varying import vary_alike, zeros_alike
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, Totals, fold_groups
-from jaxpar.moe._grouped import (
-    bind_kernels,
-    bind_preferred,
-    check_sizes,
-    clear,
-    fitting_sizes,
-)
+from jaxpar.moe._grouped import bind_kernels, bind_preferred, check_sizes, clear, fitting_sizes
 from jaxpar.moe._mlp import (
     BlockProducts,
     Experts,

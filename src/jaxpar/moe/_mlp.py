@@ -18,13 +18,7 @@ from jaxpar.arguments.on_demand import open_types
 from jaxpar.axis.checks import as_array
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, block_dot
-from jaxpar.moe._grouped import (
-    GroupedProduct,
-    Kernels,
-    clear,
-    group_products,
-    rows_product,
-)
+from jaxpar.moe._grouped import GroupedProduct, Kernels, clear, group_products, rows_product
 
 
 @readable

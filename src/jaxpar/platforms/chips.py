@@ -1,8 +1,13 @@
-"""A table of chips, and the chip for which a program is traced."""
+"""What is known of each kind of chip, and the chip for which a program is traced.
 
-from dataclasses import dataclass, replace
+A `Platform` has no default: whoever adds a chip to `families` is asked for each field.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
+from importlib import import_module
 from math import inf
-from typing import Any
+from pkgutil import iter_modules
 
 import jax
 
@@ -44,70 +49,154 @@ class Chip:
     nccl: str = ""
 
 
-def _tpu(kind: str, dimensions: int = 3, **figures: Any) -> Chip:
-    return Chip(kind, torus=True, dimensions=dimensions, **figures)
+@dataclass(frozen=True)
+class Option:
+    """A compiler option. It makes the collective that it `frees` asynchronous."""
+
+    name: str
+    value: bool | str
+    reason: str
+    frees: str | None = None
 
 
-def _gpu(kind: str, flops: float, hbm: float, capacity: float, link: float, **more: Any) -> Chip:
-    # By default: hosts of eight devices with 400 Gbit/s each, and fifth-generation PCIe.
-    more = {"switched": 8, "network": 5e10, "host": 6.4e10, **more}
-    return Chip(kind, flops, hbm, capacity, link, torus=False, **more)
+@dataclass(frozen=True)
+class Compiler:
+    """Facts of a kind of chip's compiler. It `frees` collectives without options."""
+
+    options: tuple[Option, ...] = ()
+    frees: frozenset[str] = frozenset()
 
 
-_GIB, _MIB = 2.0**30, 2.0**20
+@dataclass(frozen=True)
+class Fitted:
+    """Constants of the cost model, fitted to a kind of chip by `benchmarks/sweep/fit.py`."""
 
-# Sources: the vendors' product pages, the public book "How to scale your model", and for VMEM JAX's
-# "TPU hardware reference". GPU FLOP/s are without sparsity. Networks between TPU slices are from
-# Google Cloud's pages, which have none for v4. A TPU's clock is such that matrix units at full use
-# reach the published peak in the compiler's cycles. If one kind is the beginning of another, the
-# longer one comes first.
-CHIPS = (
-    _tpu("TPU v4", flops=2.75e14, hbm=1.23e12, capacity=32 * _GIB, link=4.5e10, clock=1.05e9,
-         cores=2, vmem=16 * _MIB),
-    _tpu("TPU v5 lite", flops=1.97e14, hbm=8.1e11, capacity=16 * _GIB, link=4.5e10, clock=1.5e9,
-         dimensions=2, synchronous_around=16, vmem=128 * _MIB, network=3.125e9),
-    _tpu("TPU v5", flops=4.59e14, hbm=2.76e12, capacity=95 * _GIB, link=9e10, clock=1.75e9,
-         cores=2, vmem=64 * _MIB, network=6.25e9),
-    _tpu("TPU v6 lite", flops=9.18e14, hbm=1.64e12, capacity=32 * _GIB, link=9e10, clock=1.75e9,
-         dimensions=2, vmem=128 * _MIB, host=3.2e10, network=1.25e10),
-    _tpu("TPU7x", flops=2.307e15, hbm=7.38e12, capacity=192 * _GIB, link=1e11, clock=2.2e9,
-         cores=2, vmem=64 * _MIB, host=3.2e10, network=1.25e10),
-    _gpu("NVIDIA A100-SXM4-40GB", 3.12e14, 1.555e12, 4e10, link=3e11, network=2.5e10, host=3.2e10),
-    _gpu("NVIDIA A100 80GB PCIe", 3.12e14, 1.935e12, 8e10, link=3.2e10, network=2.5e10,
-         host=3.2e10),
-    _gpu("NVIDIA A100", 3.12e14, 2.039e12, 8e10, link=3e11, network=2.5e10, host=3.2e10),
-    _gpu("NVIDIA H100 PCIe", 7.56e14, 2.0e12, 8e10, link=6.4e10),
-    _gpu("NVIDIA H100", 9.9e14, 3.35e12, 8e10, link=4.5e11),
-    _gpu("NVIDIA H200", 9.9e14, 4.8e12, 1.41e11, link=4.5e11),
-    _gpu("NVIDIA B200", 2.25e15, 8e12, 1.8e11, link=9e11),
-    _gpu("NVIDIA B300", 2.25e15, 8e12, 2.88e11, link=9e11, network=1e11),
-    _gpu("NVIDIA GB200", 2.5e15, 8e12, 1.86e11, link=9e11, switched=72, host=4.5e11),
-    _gpu("NVIDIA GB300", 2.5e15, 8e12, 2.88e11, link=9e11, switched=72, network=1e11,
-         host=4.5e11),
-    _gpu("NVIDIA RTX A6000", 1.55e14, 7.68e11, 4.8e10, link=3.2e10, host=3.2e10),
-    _gpu("NVIDIA RTX PRO 6000", 5.0e14, 1.79e12, 9.6e10, link=6.4e10),
-    _gpu("Tesla V100", 1.25e14, 9e11, 1.6e10, link=1.5e11, network=1.25e10, host=1.6e10),
-    _gpu("Tesla P100", 2.1e13, 7.3e11, 1.6e10, link=8e10, network=1.25e10, host=1.6e10),
-)  # fmt: skip
+    within: float  # time that a matmul loses by cutting an operand, relative to a copy
+    # separate passes over float32 sums per piece, in steps; 0: the epilogue adds
+    step_passes: float
+    chunk_passes: float  # the same in chunks
+    piece: float  # seconds of overhead per piece
+    resident: float  # share of VMEM that holds an operand
 
-# TPU figures, fitted to half of the public measurements of `benchmarks/accuracy`. `_LINKS`: bytes
-# per second of a link in one direction. `HOP`: seconds a hop. `START`: seconds to start a transfer.
-# `PERMUTE_STARTS`: starts that a permute takes, whose end is a separate instruction. `REACHED`: the
-# share of HBM's speed. `ADDED`: the share of links in a sum over one dimension after the other.
-_LINKS = {"TPU v5 lite": 4.32e10, "TPU v5": 8.63e10, "TPU v6 lite": 8.68e10, "TPU7x": 8.94e10}
+
+@dataclass(frozen=True)
+class Observed:
+    """What public measurements show of a kind of TPU; None: there are none."""
+
+    link: float | None  # bytes a second one way
+    network: float | None  # bytes a second from a device to other slices
+    sustained: float  # how much longer a cycle takes in programs of 0.1 s or more
+    sparse_core_starts: float  # starts of a transfer that a gather or sum on a SparseCore takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """All that is known of one kind of device.
+
+    `flops`, `hbm`, `capacity`, `link`, `network` and `host` are as in `Chip`.
+    """
+
+    kind: str  # JAX's `device_kind`, or its beginning; the longest that fits counts
+    names: tuple[str, ...]  # in `target` and in measurements
+    flops: float
+    hbm: float
+    capacity: float
+    link: float
+    network: float  # 0: unknown
+    host: float
+    compiler: Compiler
+
+    @cached_property
+    def chip(self) -> Chip:
+        known = {f.name: getattr(self, f.name) for f in fields(Chip) if hasattr(self, f.name)}
+        return Chip(torus=isinstance(self, Tpu), **known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tpu(Platform):
+    """A kind of TPU; `vmem`, `cores`, `dimensions`, `clock`, `synchronous_around` as in `Chip`."""
+
+    vmem: float
+    cores: int
+    dimensions: int
+    clock: float  # at which matrix units at full use reach the peak, in the compiler's cycles
+    synchronous_around: int | None
+    closed: int | None  # the size of closed dimensions; None: those of full cubes are closed
+    # How `ring/order.py` writes a step: whether the compiler starts transfers late, and whether a
+    # matmul that cuts its operand takes longer than both apart.
+    delays_transfers: bool
+    cuts_first: bool
+    fitted: Fitted
+    measured: Observed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Platform):
+    """A kind of GPU."""
+
+    switched: int  # devices that a switch joins
+    plugin_name: str | None  # which of several in the CUDA plugin `names` mean
+    # For plugins that describe no GPU (jax 0.10): its name, compute capability, multiprocessors,
+    # bytes of L2 cache, GHz, bytes of memory, and their speed.
+    description: tuple[str, tuple[int, int], int, int, float, int, int] | None
+    # In the CUDA plugin: the tables of its matmuls and collectives; and those measured on it.
+    tables: tuple[str, str] | None
+    timed: tuple[str, ...]
+    published: str | None  # its name in the table of published times
+
+
+# TPU figures, fitted to half of the public measurements of `benchmarks/accuracy`. `HOP`: seconds a
+# hop. `START`: seconds to start a transfer. `PERMUTE_STARTS`: starts that a permute takes, whose
+# end is a separate instruction. `REACHED`: the share of HBM's speed. `ADDED`: the share of links in
+# a sum over one dimension after the other.
 HOP, START, PERMUTE_STARTS, REACHED, ADDED = 0.8e-6, 3e-6, 1.5, 0.82, 0.8
 
-# An unknown chip: nothing takes any time.
-NO_FIGURES = _gpu("", flops=inf, hbm=inf, capacity=inf, link=inf, network=inf, latency=0.0)
+# An unknown chip: nothing takes any time, and the most common constants.
+NO_FIGURES = Chip("", *(inf,) * 4, torus=False, switched=8, network=inf, latency=0.0, host=6.4e10)
+_FITTED = Fitted(within=0.0, step_passes=0.0, chunk_passes=2.0, piece=3e-6, resident=0.3)
+
+
+@cache
+def platforms() -> tuple[Platform, ...]:
+    """Returns the records of all files in `families`, which are loaded by the first question."""
+    families = "jaxpar.platforms.families"
+    found = iter_modules(import_module(families).__path__)
+    modules = [import_module(f"{families}.{module.name}") for module in found]
+    known = (value for module in modules for value in vars(module).values())
+    return tuple(value for value in known if isinstance(value, Platform))
+
+
+@cache
+def platform_of(kind: str) -> Platform | None:
+    """Returns what is known of a `device_kind`, by the longest beginning that fits."""
+    fitting = [record for record in platforms() if kind.startswith(record.kind)]
+    return max(fitting, key=lambda record: len(record.kind), default=None)
+
+
+def is_tpu(kind: str) -> bool:
+    return kind.startswith("TPU")
+
+
+def compiler_of(kind: str) -> Compiler:
+    known = platform_of(kind)
+    if known is None and not is_tpu(kind):  # a vendor's GPUs have one compiler
+        vendor = kind.partition(" ")[0]
+        known = next((other for other in platforms() if other.kind.split()[0] == vendor), None)
+    return known.compiler if known else Compiler()
+
+
+def fitted_to(kind: str) -> Fitted:
+    known = platform_of(kind)
+    return known.fitted if isinstance(known, Tpu) else _FITTED
 
 
 def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
     """Returns a device's figures; None: unknown. A TPU chip with two cores may be two devices."""
-    whole = " MIG " not in kind  # no published figures for a part of a GPU
-    chip = next((chip for chip in CHIPS if whole and kind.startswith(chip.kind)), None)
-    if chip is None or num_cores is None or num_cores >= chip.cores:
-        return chip
-    share = num_cores / chip.cores
+    # There are no published figures for a part of a GPU.
+    known = None if " MIG " in kind else platform_of(kind)
+    if known is None or num_cores is None or num_cores >= known.chip.cores:
+        return known and known.chip
+    chip, share = known.chip, num_cores / known.chip.cores
     return replace(
         chip,
         flops=chip.flops * share,
@@ -119,7 +208,8 @@ def chip_of(kind: str, num_cores: int | None = None) -> Chip | None:
 
 
 def with_measured_links(chip: Chip) -> Chip:
-    link = _LINKS.get(chip.kind)
+    known = platform_of(chip.kind)
+    link = known.measured.link if isinstance(known, Tpu) else None
     return chip if link is None else replace(chip, link=link, latency=HOP, start=START)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.walk import Index
 from jaxpar.mesh.cycles import AlongOne
-from jaxpar.platforms.chips import Chip
+from jaxpar.platforms.chips import Chip, fitted_to
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.seconds import (
@@ -17,7 +17,6 @@ from jaxpar.ring.seconds import (
     SCATTERED_SHARE,
     Flow,
     copy_time,
-    fitted_to,
     gathered_again,
     hop_time,
     joins,

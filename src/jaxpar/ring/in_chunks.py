@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from jax import lax
 
+from jaxpar.platforms.chips import fitted_to
 from jaxpar.ring.naive import Naive, sent_time
 from jaxpar.ring.parts import Block, Whole, even_cuts, join_dims, split_dim, unwritten
 from jaxpar.ring.seconds import (
     SCATTERED_SHARE,
     Flow,
     copy_time,
-    fitted_to,
     gathered_again,
     quantizing_time,
     work_on_kept,

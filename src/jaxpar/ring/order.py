@@ -17,7 +17,7 @@ from jaxpar.axis.varying import spec_of
 from jaxpar.axis.walk import Index
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import cuts_within_matmuls
-from jaxpar.platforms.chips import traced_for_cpu, traced_for_cpu_cluster
+from jaxpar.platforms.chips import Tpu, is_tpu, platform_of, traced_for_cpu, traced_for_cpu_cluster
 
 Send = Callable[[Any], Any]
 Beside = tuple[Index, Any, Any]  # the index, the results, the arrivals
@@ -160,25 +160,21 @@ class ClusterOrder(Order):
         return known_after((made, arrived), index), made, written_after(cut, arrived)
 
 
-# By the beginning of `device_kind`. The last one is for unknown TPUs.
-ORDERS = {
-    "TPU v4": TpuOrder(delays_transfers=True),
-    "TPU v5 lite": TpuOrder(),
-    "TPU v5": TpuOrder(delays_transfers=True, cuts_first=True),
-    "TPU v6 lite": TpuOrder(delays_transfers=True, cuts_first=True),
-    "TPU7x": TpuOrder(cuts_first=True),
-    "TPU": TpuOrder(),
-}
-
-
 def traced_order() -> Order:
     if traced_for_cpu_cluster():
         return ClusterOrder()
     if traced_for_cpu():
         return CpuOrder()
     device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = "" if device is None else device.device_kind
-    return next((order for name, order in ORDERS.items() if kind.startswith(name)), Order())
+    return Order() if device is None else order_of(device.device_kind)
+
+
+def order_of(kind: str) -> Order:
+    """Returns the order for a `device_kind`, known or not."""
+    known = platform_of(kind)
+    if isinstance(known, Tpu):
+        return TpuOrder(known.delays_transfers, known.cuts_first)
+    return TpuOrder() if is_tpu(kind) else Order()
 
 
 def known_after(tree: Any, index: Index) -> Array:

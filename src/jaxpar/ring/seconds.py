@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import hypot
 from typing import Literal
 
-from jaxpar.platforms.chips import PERMUTE_STARTS, REACHED, Chip, traced_chip
+from jaxpar.platforms.chips import PERMUTE_STARTS, REACHED, Chip, fitted_to, traced_chip
 
 # Share of HBM bandwidth of a pass that places pieces whose rows lie apart in memory.
 SCATTERED_SHARE = 0.2
@@ -67,31 +67,6 @@ KEPT_JOINED, KEPT_TOGETHER = 768, 4
 MARGIN = 0.96
 # Passes over a block's bytes in HBM to quantize it. A block of 16 bits is read twice.
 QUANTIZING = 6.0
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Fitted constants of one kind of chip."""
-
-    within: float = 0.0  # time that a matmul loses by cutting an operand, relative to a copy
-    # separate passes over float32 sums per piece, in steps; 0: the epilogue adds
-    step_passes: float = 0.0
-    chunk_passes: float = 0.0  # the same in chunks
-    piece: float = 3e-6  # seconds of overhead per piece
-    resident: float = 0.3  # share of VMEM that holds an operand
-
-
-_OTHERS = Fitted(chunk_passes=2.0)
-BY_KIND = {
-    "TPU v5 lite": Fitted(step_passes=2.0, chunk_passes=0.25),
-    "TPU v5": Fitted(within=0.5, piece=1.8e-6),
-    "TPU v6 lite": Fitted(step_passes=1.0, chunk_passes=1.0, piece=4.2e-6, resident=0.5),
-    "TPU7x": Fitted(step_passes=1.0, chunk_passes=1.0),
-}
-
-
-def fitted_to(kind: str) -> Fitted:
-    return BY_KIND.get(kind, _OTHERS)
 
 
 def work_time(chip: Chip, flow: Flow, pieces: int, passes: float, *, kept: bool = False) -> float:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.walk import Index
-from jaxpar.platforms.chips import Chip
+from jaxpar.platforms.chips import Chip, fitted_to
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.order import Beside, Order, Work
 from jaxpar.ring.parts import Span, cut_out, of_types
@@ -25,7 +25,6 @@ from jaxpar.ring.seconds import (
     INSTRUCTION,
     Flow,
     copy_time,
-    fitted_to,
     gathered_again,
     hop_time,
     joins,

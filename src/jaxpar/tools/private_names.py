@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from jaxpar.arguments.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from jaxpar.arguments.calls import called as called
     from jaxpar.arguments.calls import naming as naming
     from jaxpar.arguments.calls import of_user as of_user
     from jaxpar.arguments.calls import public as public
@@ -79,25 +78,30 @@ if TYPE_CHECKING:
     from jaxpar.layout._rule import axes_of as axes_of
     from jaxpar.mesh.meshes import stays_within_a_slice as stays_within_a_slice
     from jaxpar.mesh.meshes import why_not_closed as why_not_closed
+    from jaxpar.mesh.slices import on_torus as on_torus
+    from jaxpar.mesh.slices import slice_of as slice_of
     from jaxpar.mesh.torus import closed_dims as closed_dims
-    from jaxpar.mesh.torus import on_torus as on_torus
-    from jaxpar.mesh.torus import slice_of as slice_of
     from jaxpar.platforms.chips import ADDED as ADDED
     from jaxpar.platforms.chips import NO_FIGURES as NO_FIGURES
     from jaxpar.platforms.chips import PERMUTE_STARTS as PERMUTE_STARTS
     from jaxpar.platforms.chips import REACHED as REACHED
     from jaxpar.platforms.chips import Chip as Chip
+    from jaxpar.platforms.chips import Gpu as Gpu
+    from jaxpar.platforms.chips import Tpu as Tpu
     from jaxpar.platforms.chips import chip_of as chip_of
+    from jaxpar.platforms.chips import compiler_of as compiler_of
+    from jaxpar.platforms.chips import is_tpu as is_tpu
+    from jaxpar.platforms.chips import platform_of as platform_of
+    from jaxpar.platforms.chips import platforms as platforms
     from jaxpar.platforms.chips import with_measured_links as with_measured_links
-    from jaxpar.platforms.told import WHOLE_MATMULS as WHOLE_MATMULS
-    from jaxpar.platforms.told import compiler_of as compiler_of
+    from jaxpar.platforms.compilers import DESCRIBED as DESCRIBED
+    from jaxpar.platforms.compilers import WHOLE_MATMULS as WHOLE_MATMULS
     from jaxpar.platforms.told import environment_options as environment_options
     from jaxpar.processes.heartbeat import jax_ends as jax_ends
     from jaxpar.processes.heartbeat import patience as patience
     from jaxpar.processes.meeting import arrange as arrange
     from jaxpar.processes.meeting import board_address as board_address
     from jaxpar.processes.meeting import board_listener as board_listener
-    from jaxpar.processes.meeting import call_roll as call_roll
     from jaxpar.processes.meeting import connect as connect
     from jaxpar.processes.meeting import met as met
     from jaxpar.processes.meeting import processes_text as processes_text

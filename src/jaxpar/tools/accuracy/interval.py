@@ -15,6 +15,7 @@ from importlib.resources import files
 from math import hypot
 from typing import NamedTuple
 
+from jaxpar.tools.private_names import is_tpu
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
 from jaxpar.tools.timeline.links import OWN_KERNEL
@@ -59,7 +60,7 @@ class KindOfWork(NamedTuple):
 
     @property
     def platform(self) -> str:
-        return "TPU" if self.chip.startswith("TPU") else "GPU"
+        return "TPU" if is_tpu(self.chip) else "GPU"
 
     @property
     def computes(self) -> bool:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.tools.timeline.target import TPUS, parts_of, target
+from jaxpar.tools.private_names import platforms
+from jaxpar.tools.timeline.target import parts_of, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
 
-_KINDS = ("TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x")  # of chips, as in `TPUS`
 # Functions of one device, of local operands.
 _POINTWISE: dict[str, Callable[..., Any]] = {
     "copy": jnp.copy,
@@ -60,8 +60,7 @@ class Measurement:
 
     @property
     def kind_of_chip(self) -> str:
-        known: dict[str, str] = dict(zip(TPUS, _KINDS, strict=True))
-        return known.get(self.chip, f"NVIDIA {self.chip.upper()}")
+        return next((known.kind for known in platforms() if self.chip in known.names), self.chip)
 
     @property
     def group(self) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import log1p
 from pathlib import Path
 from statistics import median
 
-from jaxpar.tools.accuracy.calibrate import Error
 from jaxpar.tools.accuracy.interval import (
     BETWEEN_HOSTS,
     BETWEEN_SLICES,
@@ -70,14 +68,6 @@ def seconds_of(one: Measurement, played: Timeline) -> float:
     # The copy of a collective's result does not count.
     is_transfer = one.kind.removesuffix(BETWEEN_SLICES) in ONE_TRANSFER
     return (played.transfer if is_transfer else played.total) / one.times
-
-
-def errors_of(found: Iterable[Held]) -> list[Error]:
-    return [
-        Error(one.work, one.measured.source.partition("@")[0].strip(), log1p(one.error))
-        for one in found
-        if one.is_one
-    ]
 
 
 def table(found: Iterable[Held]) -> list[list[str]]:

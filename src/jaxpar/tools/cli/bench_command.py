@@ -13,13 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 import jaxpar
-from jaxpar.tools.cli.bench_figures import (
-    Figures,
-    figures_of,
-    host_of,
-    print_figures,
-    record_of,
-)
+from jaxpar.tools.cli.bench_figures import Figures, figures_of, host_of, print_figures, record_of
 from jaxpar.tools.cli.bench_reasons import Host
 from jaxpar.tools.cli.bench_times import PHASES, Refusal, Row, make_problem, measure, quartiles
 from jaxpar.tools.cli.console import (

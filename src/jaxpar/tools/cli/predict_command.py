@@ -32,7 +32,7 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import compilers, converse, kill_all
-from jaxpar.tools.private_names import MODES, install_command
+from jaxpar.tools.private_names import DESCRIBED, MODES, install_command
 
 DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
 FIGURES = ("measured", "book")
@@ -265,7 +265,7 @@ def _require_one_kind(args: argparse.Namespace) -> None:
 def _parse_targets(text: str | None) -> list[str]:
     if text is not None:
         return list(dict.fromkeys(text.split(",")))
-    for compiler, target in (("tpu", "v5e:2x4"), ("gpu", "h100:8")):
+    for compiler, target in DESCRIBED.items():
         if compiler in compilers():
             return [target]
     raise UsageError(

@@ -12,13 +12,7 @@ from typing import Any
 from jaxpar.tools.explain.disguises import Disguise, Disguises
 from jaxpar.tools.private_names import NO_FIGURES, readable
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
-from jaxpar.tools.program.sources import (
-    Line,
-    chain_text,
-    own_line,
-    scopes_of,
-    shown,
-)
+from jaxpar.tools.program.sources import Line, chain_text, own_line, scopes_of, shown
 from jaxpar.tools.program.values import reached
 from jaxpar.tools.timeline.charges import Charged, Charges
 from jaxpar.tools.timeline.event import Event

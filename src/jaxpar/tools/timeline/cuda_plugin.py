@@ -6,17 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+from jaxpar.tools.private_names import Gpu, platforms
 
-# Compute capability, multiprocessors, L2 cache, clock in GHz, memory and its speed. Little
-# depends on them: without a device no tiles are tuned.
-# A multiprocessor of the first GPU has 164 KiB of shared memory, of the others 228 KiB.
-_KNOWN = {
-    "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 40 << 20, 1.41, 80 << 30, 2_039_000_000_000),
-    "NVIDIA H100 80GB HBM3": ((9, 0), 132, 50 << 20, 1.98, 80 << 30, 3_352_000_000_000),
-    "NVIDIA H200 141GB HBM3e": ((9, 0), 132, 60 << 20, 1.98, 141 << 30, 4_800_000_000_000),
-    "NVIDIA B200": ((10, 0), 148, 126 << 20, 1.965, 180 << 30, 8_000_000_000_000),
-}
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 def find_plugin() -> str | None:
@@ -26,7 +18,8 @@ def find_plugin() -> str | None:
 def described_gpus(plugin: str) -> dict[str, str]:
     """Returns GpuTargetConfigProto texts by GPU name (see `slug`).
 
-    The plugin of jax 0.10 has none, so `_KNOWN` is used.
+    The plugin of jax 0.10 has none, so those of `platforms` are used. Little depends on them:
+    without a device no tiles are tuned.
     """
     folder = Path(next(iter(_find_spec(plugin).submodule_search_locations)))
     with (folder / "xla_cuda_plugin.so").open("rb") as file:
@@ -38,7 +31,8 @@ def described_gpus(plugin: str) -> dict[str, str]:
             text = data[start : data.find(b"\0", found.end())].decode("ascii", "ignore")
             if "cuda_compute_capability" in text:
                 texts[found.group(1).decode()] = text
-    texts = texts or {name: _text(name, *figures) for name, figures in _KNOWN.items()}
+    known = [gpu.description for gpu in platforms() if isinstance(gpu, Gpu) and gpu.description]
+    texts = texts or {gpu[0]: _text(*gpu) for gpu in known}
     return {slug(name): text for name, text in texts.items()}
 
 
@@ -60,6 +54,7 @@ def _text(
 ) -> str:
     major, minor = capability
     size, speed = memory
+    # A multiprocessor's shared memory, in KiB.
     shared = (164 if major == 8 else 228) << 10
     return f"""
 gpu_device_info {{

@@ -1,6 +1,8 @@
 """Events of a timeline."""
 
+import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Kind = Literal["compute", "transfer", "copy", "wait"]
@@ -52,3 +54,14 @@ class Event:
     def seconds(self) -> float:
         """Returns the length of the interval."""
         return self.end - self.start
+
+
+# How `jaxpar.pipeline` names its passes.
+_PASSES = re.compile(r"/passes\[bubble=([0-9.]+)\]/")
+
+
+@cache
+def idle_share(op: str) -> float:
+    """Returns the share of an operation's runs that idle devices of a pipeline do."""
+    found = _PASSES.search(op)
+    return float(found[1]) if found else 0.0

@@ -18,25 +18,10 @@ from math import exp, log, prod
 from pathlib import Path
 from typing import Any
 
+from jaxpar.tools.private_names import Chip, Gpu, platform_of, platforms
 from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
 from jaxpar.tools.timeline.gpu_times import PublicProducts, Series, never_falling
 
-# The tables of a GPU's matmuls and of its collectives, by the start of JAX's name for it.
-_TABLES = {
-    "NVIDIA A100": ("sm_90", "sm_90"),
-    "NVIDIA H": ("sm_90", "sm_90"),
-    "NVIDIA B200": ("sm_100_B200", "sm_100_B200"),
-    "NVIDIA GB200": ("sm_100_B200", "sm_100_GB200"),
-    "NVIDIA B300": ("sm_100_B200", "sm_103"),
-    "NVIDIA GB300": ("sm_100_B200", "sm_103"),
-}
-# The GPUs on which the tables were measured.
-_MEASURED_ON = {
-    "sm_90": "NVIDIA H100 80GB HBM3",
-    "sm_100_B200": "NVIDIA B200",
-    "sm_100_GB200": "NVIDIA GB200",
-    "sm_103": "NVIDIA GB300",
-}
 _HEAD = b"# proto-message: xla.GemmPerfTable"
 _SHAPE = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{.*\})+)")
 _RATE = re.compile(r'key: "([^"]+)" value: (\d+)')
@@ -179,14 +164,15 @@ def published(products: PublicProducts | None, collectives: Series) -> GpuTables
     return GpuTables({}, series, products)
 
 
-def measured_on(kind: str) -> tuple[str, str] | None:
+def measured_on(kind: str) -> tuple[Chip, Chip] | None:
     """Returns the GPUs behind a kind's tables."""
-    keys = _keys(kind)
-    return None if keys is None else (_MEASURED_ON[keys[0]], _MEASURED_ON[keys[1]])
+    owners = {key: gpu.chip for gpu in platforms() if isinstance(gpu, Gpu) for key in gpu.timed}
+    return (owners[keys[0]], owners[keys[1]]) if (keys := _keys(kind)) else None
 
 
 def _keys(kind: str) -> tuple[str, str] | None:
-    return next((keys for known, keys in _TABLES.items() if kind.startswith(known)), None)
+    known = platform_of(kind)
+    return known.tables if isinstance(known, Gpu) else None
 
 
 @cache

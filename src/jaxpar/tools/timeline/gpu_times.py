@@ -7,16 +7,17 @@ tables are of an older NCCL, and have few small, tall and thin products.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from math import log
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+
+from jaxpar.tools.private_names import Gpu, platform_of
 
 LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next one is twice as large
 
@@ -28,13 +29,8 @@ Series = Mapping[tuple[str, int], Mapping[tuple[int, ...], float]]
 
 def gpu_of(kind: str) -> str | None:
     """Returns the table's name of a GPU, such as `"h100"`."""
-    words = kind.removeprefix("NVIDIA ").lower().replace("-", " ").split()
-    return words[0] if words and words[0] in _table()["collectives"] else None
-
-
-def kind_of(gpu: str) -> str:
-    """Returns the start of JAX's name for a GPU."""
-    return f"NVIDIA {gpu.upper()}"
+    known = platform_of(kind)
+    return known.published if isinstance(known, Gpu) else None
 
 
 def installed_nccl() -> str:
@@ -98,14 +94,6 @@ def never_falling(times: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...
     return dict(zip(sizes, least.tolist(), strict=True))
 
 
-def without_each(times: Mapping[tuple[int, ...], float]) -> Iterator[tuple[float, float]]:
-    """Yields the seconds that a size's neighbours tell, and its own."""
-    for before, here, after in zip(*(sorted(times)[n:] for n in range(3)), strict=False):
-        others = never_falling({size: times[size] for size in times if size != here})
-        share = log(here[0] / before[0]) / log(after[0] / before[0])
-        yield others[before] ** (1 - share) * others[after] ** share, times[here]
-
-
 @dataclass(frozen=True, eq=False)
 class PublicProducts:
     """Seconds of bfloat16 products, and a roofline whose errors are interpolated."""
@@ -131,21 +119,16 @@ class PublicProducts:
         nearer one counts more, by the square of its distance.
         """
         if (m, k, n) not in self.known:
-            self.known[m, k, n] = self._between(np.array([m, k, n], float), 0)
+            self.known[m, k, n] = self.between(np.array([m, k, n], float))
         return self.known[m, k, n]
 
-    def _between(self, sizes: Float[np.ndarray, "3"], left_out: int) -> float:
+    def between(self, sizes: Float[np.ndarray, "3"], left_out: int = 0) -> float:
         """Interpolates, without so many of the nearest."""
         apart = np.square(np.log2(self.sizes / sizes)).sum(1)
         near = np.argsort(apart, kind="stable")[left_out : left_out + _NEAREST]
         weights = 1 / (apart[near] + 1e-6)
         longer = np.log(self.seconds[near] / self._roofline(self.sizes[near]))
         return float(self._roofline(sizes[None])[0] * np.exp(longer @ weights / weights.sum()))
-
-    def without_each(self) -> Iterator[tuple[float, float]]:
-        """Yields the seconds that a product's neighbours tell, and its own."""
-        for sizes, seconds in zip(self.sizes, self.seconds.tolist(), strict=True):
-            yield self._between(sizes, 1), seconds
 
     def _roofline(self, sizes: Float[np.ndarray, "sizes 3"]) -> Float[np.ndarray, "sizes"]:
         m, k, n = sizes.T
@@ -161,7 +144,3 @@ def products(gpu: str, flops: float, hbm: float) -> PublicProducts | None:
         return None
     *sizes, times = map(np.array, _table()["matmuls"][gpu])
     return PublicProducts(np.stack(sizes, 1).astype(float), 1e-6 * times, flops, hbm)
-
-
-def gpus() -> list[str]:
-    return list(_table()["collectives"])

@@ -15,7 +15,9 @@ from jaxpar.tools.private_names import (
     ADDED,
     PERMUTE_STARTS,
     Chip,
+    Tpu,
     closed_dims,
+    platform_of,
     slice_of,
 )
 from jaxpar.tools.program.costs import Message
@@ -23,9 +25,6 @@ from jaxpar.tools.program.mesh_axes import Groups, Pairs, in_mesh, lane_of, lane
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.gpu_tables import kind_of_permute
 from jaxpar.tools.timeline.target import measured_of
-
-# A gather or sum on the SparseCores of this chip takes several starts of a transfer.
-SPARSE_CORE_STARTS = {"TPU7x": 4.0}
 
 RACK = 72  # GPUs that one switch joins across hosts
 OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's
@@ -267,7 +266,8 @@ class Links:
         else:
             load = self._round(members) * self._on_the_same_chips(members)
         load *= share / max(min(message.ways, room), 1)
-        starts = SPARSE_CORE_STARTS.get(self.chip.kind, 1.0)
+        known = platform_of(self.chip.kind)
+        starts = known.measured.sparse_core_starts if isinstance(known, Tpu) else 1.0
         return self._route(load, passes * hops, one_ring, starts)
 
     def _on_the_same_chips(self, members: Int[np.ndarray, "groups size"]) -> int:

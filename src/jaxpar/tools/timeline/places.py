@@ -10,14 +10,7 @@ from jaxtyping import Int
 
 from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.known_values import LoopState, Scope
-from jaxpar.tools.program.operations import (
-    Call,
-    Collective,
-    Conditional,
-    Loop,
-    Operation,
-    Schedule,
-)
+from jaxpar.tools.program.operations import Call, Collective, Conditional, Loop, Operation, Schedule
 
 _MOST = 4  # devices that are named one by one
 

@@ -21,8 +21,7 @@ from jaxpar.tools.program.operations import (
     Operation,
     Schedule,
 )
-from jaxpar.tools.timeline.event import Event
-from jaxpar.tools.timeline.idle import idle_share
+from jaxpar.tools.timeline.event import Event, idle_share
 from jaxpar.tools.timeline.links import Links, Transfer
 from jaxpar.tools.timeline.target import measured_of
 from jaxpar.tools.timeline.under_way import UnderWay

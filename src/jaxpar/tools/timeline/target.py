@@ -20,10 +20,14 @@ from jax.sharding import AxisType, Mesh
 from jaxpar.mesh import make_mesh
 from jaxpar.tools.private_names import (
     Chip,
+    Gpu,
     MeshAxes,
+    Tpu,
     chip_of,
     install_command,
     on_torus,
+    platform_of,
+    platforms,
     readable,
     slice_of,
     value_error,
@@ -35,23 +39,16 @@ from jaxpar.tools.timeline.gpu_times import (
     collectives,
     gpu_of,
     installed_nccl,
-    kind_of,
     nearest_version,
     products,
 )
 
 HERE = "here"  # a name for the devices at hand
-TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPUS = tuple(name for known in platforms() if isinstance(known, Tpu) for name in known.names)
 
-# The meaning of a GPU's short name if the compiler knows several such GPUs.
-_USUAL = {"a100": "a100-sxm4-80gb", "h100": "h100-80gb-hbm3", "h200": "h200-141gb-hbm3e"}
 # For GPUs on several hosts: the share of the network that is reached, and seconds to start.
 NETWORK, NETWORK_START = 0.85, 45e-6
-# For TPU slices: bytes a second that each device sends, from one public measurement.
-_BETWEEN_SLICES = {"TPU v6 lite": 4.11e9}
-# How much longer a cycle takes in programs that compute for LONG seconds or more: 16384^3 products
-# are published at 950 TFLOP/s in a loop, and at 1103 in traces of single runs.
-_SUSTAINED = {"TPU7x": 1.16}
+# Seconds of a long program, in which some chips compute slower.
 LONG = 0.1
 _OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",  # asks no cloud host
@@ -87,8 +84,9 @@ class Target:
 
 
 def _with_measured_links(chip: Chip) -> Chip:
-    if chip.torus:
-        network = _BETWEEN_SLICES.get(chip.kind, chip.network)
+    known = platform_of(chip.kind)
+    if isinstance(known, Tpu):
+        network = known.measured.network or chip.network
         return replace(with_measured_links(chip), network=network)
     return replace(chip, network=NETWORK * chip.network, start=NETWORK_START)
 
@@ -109,14 +107,11 @@ def _as_fast_as(chip: Chip, plugin: str, nccl: str) -> GpuTables | None:
     names, tables = measured_on(chip.kind), tables_of(plugin, chip.kind)
     xlas = None
     if names is not None and tables is not None:
-        multiplying, sending = map(chip_of, names)
-        assert multiplying is not None
-        assert sending is not None
+        multiplying, sending = names
         xlas = tables.slower(multiplying.flops / chip.flops, sending.link / chip.link)
     if (gpu := gpu_of(chip.kind)) is None:
         return xlas
-    there = chip_of(kind_of(gpu))
-    assert there is not None
+    there = next(known.chip for known in platforms() if gpu in known.names)
     of_nccl = collectives(gpu, nearest_version(gpu, nccl))
     times = published(products(gpu, there.flops, there.hbm), of_nccl)
     own = times.slower(there.flops / chip.flops, there.link / chip.link)
@@ -138,10 +133,9 @@ def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:
 
 def under_load(chip: Chip) -> Chip:
     """Returns a chip's figures in long programs."""
-    if chip.clock is None or chip.kind not in _SUSTAINED:
-        return chip
-    slower = _SUSTAINED[chip.kind]
-    return replace(chip, clock=chip.clock / slower, flops=chip.flops / slower)
+    known = platform_of(chip.kind)
+    slower = known.measured.sustained if isinstance(known, Tpu) else 1.0
+    return replace(chip, clock=chip.clock and chip.clock / slower, flops=chip.flops / slower)
 
 
 def figures_of(target: Target, chip: Chip | None = None) -> Chip:
@@ -271,14 +265,15 @@ def _environment(variables: dict[str, str]) -> Generator[None, None, None]:
 
 
 def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
-    known = _gpu_configs(name)
-    slug = _USUAL.get(chip, chip)
+    known, gpus = _gpu_configs(name), [gpu for gpu in platforms() if isinstance(gpu, Gpu)]
+    usual = {short: gpu.plugin_name for gpu in gpus if gpu.plugin_name for short in gpu.names}
+    slug = usual.get(chip, chip)
     fitting = [slug] if slug in known else [gpu for gpu in known if gpu.startswith(slug)]
     if len(fitting) != 1:
         problem = f"is one of {', '.join(fitting)}" if fitting else "is not a chip"
         raise ValueError(
             f"target: {name!r}: {chip!r} {problem}; write chip:devices or chip:hosts x devices. "
-            f"TPU: {', '.join(TPUS)}. GPU: {', '.join(sorted({*known, *_USUAL}))}"
+            f"TPU: {', '.join(TPUS)}. GPU: {', '.join(sorted({*known, *usual}))}"
         )
     if len(sizes) > 2:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,14 +30,8 @@ from jaxpar.tools.program.literals import text_of
 from jaxpar.tools.program.mesh_axes import places_of_slices
 from jaxpar.tools.program.operations import Module, read
 from jaxpar.tools.timeline.cache import keep, kept, key_of
-from jaxpar.tools.timeline.event import Event
-from jaxpar.tools.timeline.frameworks import (
-    donated_by,
-    donated_inside,
-    traced_for,
-)
-from jaxpar.tools.timeline.idle import idle_share
-from jaxpar.tools.timeline.limits import impossible
+from jaxpar.tools.timeline.event import Event, idle_share
+from jaxpar.tools.timeline.frameworks import donated_by, donated_inside, traced_for
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.places import Places
 from jaxpar.tools.timeline.player import Assumptions, Player
@@ -463,3 +458,12 @@ def covered(events: Iterable[Event]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def impossible(why: str, text: str) -> RuntimeError:
+    file = Path(tempfile.mkdtemp(prefix="jaxpar-report-")) / "program.txt"
+    file.write_text(text)
+    return RuntimeError(
+        f"timeline: {why}; this is a fault of jaxpar; please report it with the program's text, "
+        f"which is in {file}"
+    )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from math import log
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import log, log1p
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, KindOfWork
-from jaxpar.tools.private_names import chip_of
+from jaxpar.tools.accuracy.validate import Held
+from jaxpar.tools.private_names import Gpu, platforms
 from jaxpar.tools.timeline import gpu_times
+from jaxpar.tools.timeline.gpu_times import PublicProducts
 
 _OUTSIDE = 0.1  # of unseen errors, on either side
 _ABOVE = 8.0  # measurements that the class above counts as
@@ -118,6 +120,15 @@ class Calibration:
         return found
 
 
+def errors_of(measurements: Iterable[Held]) -> list[Error]:
+    """Returns the errors of those that are of one kind of operation."""
+    return [
+        Error(one.work, one.measured.source.partition("@")[0].strip(), log1p(one.error))
+        for one in measurements
+        if one.is_one
+    ]
+
+
 def text_of(table: dict[Class, Interval]) -> str:
     lines = (
         json.dumps(
@@ -128,22 +139,35 @@ def text_of(table: dict[Class, Interval]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
+def without_each(times: Mapping[tuple[int, ...], float]) -> Iterator[tuple[float, float]]:
+    """Yields the seconds that a size's neighbours tell, and its own."""
+    for before, here, after in zip(*(sorted(times)[n:] for n in range(3)), strict=False):
+        others = gpu_times.never_falling({size: times[size] for size in times if size != here})
+        share = log(here[0] / before[0]) / log(after[0] / before[0])
+        yield others[before] ** (1 - share) * others[after] ** share, times[here]
+
+
+def products_without_each(products: PublicProducts) -> Iterator[tuple[float, float]]:
+    """Yields the seconds that a product's neighbours tell, and its own."""
+    for sizes, seconds in zip(products.sizes, products.seconds.tolist(), strict=True):
+        yield products.between(sizes, left_out=1), seconds
+
+
 def left_out() -> list[Error]:
     """Returns the errors of the package's public GPU times, each predicted from the others."""
     kinds = {"all-reduce": "sum", "reduce-scatter": "sum", "all-gather": "gather"}
     errors: list[Error] = []
-    for gpu in gpu_times.gpus():
-        chip = chip_of(gpu_times.kind_of(gpu))
-        assert chip is not None
+    gpus = [gpu for gpu in platforms() if isinstance(gpu, Gpu)]
+    for gpu, chip in [(gpu.published, gpu.chip) for gpu in gpus if gpu.published in gpu.names]:
         products = gpu_times.products(gpu, chip.flops, chip.hbm)
         newest = gpu_times.nearest_version(gpu, "")
         several = [
             (kinds.get(kind, kind), predicted, seconds)
             for (kind, _), times in gpu_times.collectives(gpu, newest).items()
-            for predicted, seconds in gpu_times.without_each(times)
+            for predicted, seconds in without_each(times)
         ]
         if products is not None:
-            several += [("matmul", *pair) for pair in products.without_each()]
+            several += [("matmul", *pair) for pair in products_without_each(products)]
         errors += [
             Error(
                 KindOfWork(chip.kind, kind, predicted >= LARGE), LEFT_OUT, log(predicted / seconds)
