@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxpar.axis.axis import AxisLike as AxisLike
     from jaxpar.axis.quantized import Quantized
     from jaxpar.axis.rounding import quantize
+    from jaxpar.choose.jit import jit
     from jaxpar.choose.tuning import Tuning, tuned
     from jaxpar.collectives import (
         all_gather,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         reduce_scatter,
         ring_shift,
     )
-    from jaxpar.compiler.jit import jit
     from jaxpar.compiler.options import compiled_with, compiler_options
     from jaxpar.matmul import (
         all_gather_matmul,

@@ -14,8 +14,8 @@ from jax.extend import core
 
 from jaxpar.arguments.calls import readable
 from jaxpar.arguments.units import bytes_of
+from jaxpar.choose.jit import enclosing
 from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
-from jaxpar.compiler.jit import enclosing
 
 Var: TypeAlias = Any  # jax.extend has no type of jaxpr variables that fits all versions
 

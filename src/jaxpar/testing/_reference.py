@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.arguments.calls import readable
-from jaxpar.compiler.jit import jit
+from jaxpar.choose.jit import jit
 from jaxpar.testing._compare import Report, coarser
 from jaxpar.testing._oracle import (
     Expected,

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from jaxpar.axis.checks_of_layers import check_number as check_number
     from jaxpar.axis.padding import PaddedDim as PaddedDim
     from jaxpar.axis.varying import varying_axes as varying_axes
+    from jaxpar.choose.jit import enclosing as enclosing
+    from jaxpar.choose.jit import jitted_like as jitted_like
+    from jaxpar.choose.jit import jitted_with as jitted_with
     from jaxpar.choose.noted import Decision as Decision
     from jaxpar.choose.noted import WayRow as WayRow
     from jaxpar.choose.noted import noting as noting
@@ -55,9 +58,6 @@ if TYPE_CHECKING:
     from jaxpar.compiler.jaxprs import LAX_NAMES as LAX_NAMES
     from jaxpar.compiler.jaxprs import subjaxprs as subjaxprs
     from jaxpar.compiler.jaxprs import type_of as type_of
-    from jaxpar.compiler.jit import enclosing as enclosing
-    from jaxpar.compiler.jit import jitted_like as jitted_like
-    from jaxpar.compiler.jit import jitted_with as jitted_with
     from jaxpar.compiler.options import compiled_with as compiled_with
     from jaxpar.compiler.options import kind_of as kind_of
     from jaxpar.compiler.options import options_like as options_like
