@@ -278,13 +278,12 @@ def test_a_worker_that_dies_is_told(model, capsys, monkeypatch):
 
 
 def test_the_worker_says_what_it_tries(model):
+    from argparse import ArgumentParser
     from dataclasses import asdict
 
-    from jaxpar.tools.cli.main import _Parser
-
-    parser = _Parser()
-    command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["explain", "slow:make", "--target", "v5e:2x2"])
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["slow:make", "--target", "v5e:2x2"])
     task = {"request": asdict(command._request(args)), "tries": 1, "findings": 3, "measured": None}
     task["own"] = []
     said = []

@@ -12,9 +12,7 @@ import jaxpar
 from jaxpar.arguments.extras import install_command, requirements
 from jaxpar.arguments.files import write_text, written
 from jaxpar.tools.cli.console import progress, status_of
-from jaxpar.tools.cli.main import main
-
-COMMANDS = ("bench", "doctor", "layout", "predict", "tune", "ways")
+from jaxpar.tools.cli.main import COMMANDS, main
 
 
 def test_version_names_what_figures_depend_on(capsys):
@@ -32,9 +30,20 @@ def test_help_lists_the_commands_and_the_exit_statuses(capsys):
     assert "130 interrupted" in text
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_do_not_wait_for_jax(option):
+    program = (
+        "import sys; from jaxpar.tools.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print('jax' in sys.modules, 'numpy' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True)
+    assert ran.stdout.endswith("False False\n"), ran
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_usage_is_one_line_and_status_2(command, capsys):
-    function = ["model:f"] * (command in ("layout", "tune", "ways"))
+    function = ["model:f"] * (command in ("explain", "layout", "tune", "ways"))
     with pytest.raises(SystemExit, match="2"):
         main([command, *function, "--nonsense"])
     said = capsys.readouterr()

@@ -30,7 +30,6 @@ from jaxpar.tools.cli.gpu_clocks import clocks_of
 from jaxpar.tools.cli.ops import DEFAULT_OPS, MODES, Op, Ring, Shape
 from jaxpar.tools.cli.shared_options import (
     MEANINGS,
-    add_command,
     add_dtype,
     add_mesh,
     add_operations,
@@ -258,9 +257,8 @@ two processes, with four CPU devices each if there is no accelerator:
 """
 
 
-def add_parser(commands: Any) -> None:
-    what = "time the overlapped matmuls against the naive ones"
-    parser = add_command(commands, "bench", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add_operations(add, DEFAULT_SHAPES)
     add_mesh(add)

@@ -21,7 +21,6 @@ import jaxpar
 from jaxpar import Description, agree, describe
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.shared_options import (
-    add_command,
     add_processes,
     parse_processes,
     require_folders,
@@ -81,9 +80,8 @@ class Health:
     hints: tuple[str, ...]
 
 
-def add_parser(commands: Any) -> None:
-    what = "check what is installed, and whether collectives work on all devices"
-    parser = add_command(commands, "doctor", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add_processes(add)
     add(

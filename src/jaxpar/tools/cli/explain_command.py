@@ -16,7 +16,6 @@ from jaxpar.tools.cli.predict_results import Failure, Request, TargetResults, Ti
 from jaxpar.tools.cli.predict_views import write_picture, write_trace
 from jaxpar.tools.cli.shared_options import (
     add_cache,
-    add_command,
     add_compiler_options,
     add_function_arguments,
     require_folders,
@@ -51,9 +50,8 @@ Compiled programs are saved in the user's cache folder: --no-cache compiles agai
 """
 
 
-def add_parser(commands: Any) -> None:
-    what = "explain why a step is slow: lines, causes, edits and what they gain"
-    parser = add_command(commands, "explain", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add("function", metavar="module:function", help="what to compile")
     add_function_arguments(add)

@@ -9,7 +9,7 @@ from jaxpar.layout import Layout, LayoutError
 from jaxpar.mesh import make_mesh
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.predict_programs import find_function
-from jaxpar.tools.cli.shared_options import add_command, mesh_error, require_folders
+from jaxpar.tools.cli.shared_options import mesh_error, require_folders
 from jaxpar.tools.private_names import write_text
 
 DESCRIPTION = """\
@@ -23,9 +23,8 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    what = "show how a model is sharded on a mesh"
-    parser = add_command(commands, "layout", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add("function", metavar="module:function", help="called with the mesh, returns a Layout")
     add("--mesh", default="tp=-1", help="axis names and sizes (default: %(default)s)")

@@ -1,33 +1,28 @@
-"""`jaxpar`, or `python -m jaxpar`: dispatches the subcommands."""
+"""`jaxpar`, or `python -m jaxpar`: dispatches the subcommands.
+
+Each is the module `NAME_command`, whose `add_arguments(parser)` sets `run(args)`, which returns the
+exit status. Only the named one is imported: help and version take no second for JAX.
+"""
 
 import argparse
 import platform
+import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
 from typing import NoReturn
 
-import jax
-
 import jaxpar
-from jaxpar.tools.cli import (
-    bench_command,
-    doctor_command,
-    explain_command,
-    layout_command,
-    predict_command,
-    tune_command,
-    ways_command,
-)
 
-_COMMANDS = (
-    bench_command,
-    doctor_command,
-    explain_command,
-    layout_command,
-    predict_command,
-    tune_command,
-    ways_command,
-)  # each adds its own parser, whose `run(args)` returns the exit status
-
+COMMANDS = {
+    "bench": "time the overlapped matmuls against the naive ones",
+    "doctor": "check what is installed, and whether collectives work on all devices",
+    "explain": "explain why a step is slow: lines, causes, edits and what they gain",
+    "layout": "show how a model is sharded on a mesh",
+    "predict": "predict which communication is exposed, without the devices",
+    "tune": "try the algorithms at each call site of a program, and write down the fastest",
+    "ways": "show the algorithms of each call site, and the chosen one",
+}
 
 DESCRIPTION = """\
 Times, predicts and tunes overlapped matmuls. Explains slow steps, shows layouts of models, and
@@ -55,8 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in _COMMANDS:
-        module.add_parser(commands)
+    argv = sys.argv[1:] if argv is None else argv
+    named = next((word for word in argv if not word.startswith("-")), None)
+    for name, what in COMMANDS.items():
+        raw = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=what, formatter_class=raw)
+        if name == named:
+            import_module(f"jaxpar.tools.cli.{name}_command").add_arguments(command)
     args, unknown = parser.parse_known_args(argv)
     if args.command is None and not unknown:
         parser.print_help()
@@ -69,4 +69,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _version() -> str:
     python = platform.python_version()
-    return f"jaxpar {jaxpar.__version__} (jax {jax.__version__}, Python {python})"
+    return f"jaxpar {jaxpar.__version__} (jax {version('jax')}, Python {python})"

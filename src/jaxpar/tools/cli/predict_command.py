@@ -19,7 +19,6 @@ from jaxpar.tools.cli.predict_views import print_notes, print_report, write_pict
 from jaxpar.tools.cli.shared_options import (
     MEANINGS,
     add_cache,
-    add_command,
     add_compiler_options,
     add_dtype,
     add_function_arguments,
@@ -72,9 +71,8 @@ Compiled programs are saved in the user's cache folder: --no-cache compiles agai
 """
 
 
-def add_parser(commands: Any) -> None:
-    what = "predict which communication is exposed, without the devices"
-    parser = add_command(commands, "predict", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add(
         "function",

@@ -17,16 +17,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 Add = Callable[..., Any]  # `add_argument` of a parser, or of a group of its arguments
 
 
-def add_command(commands: Any, name: str, help: str, description: str, epilog: str) -> Any:
-    return commands.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 # What the names of operations and modes stand for, in the commands' help.
 MEANINGS = """\
 operations on lhs[M, K] @ rhs[K, N], with the dimension that is gathered or scattered:

@@ -23,7 +23,6 @@ from jaxpar.tools.cli.console import (
 from jaxpar.tools.cli.predict_command import FIGURES, parse_requests
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import (
-    add_command,
     add_compiler_options,
     parse_names,
     require_folders,
@@ -66,9 +65,8 @@ _COLUMNS = [
 ]
 
 
-def add_parser(commands: Any) -> None:
-    what = "try the algorithms at each call site of a program, and write down the fastest"
-    parser = add_command(commands, "tune", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add("function", metavar="module:function", help="the program")
     add("--args", nargs="+", default=[], metavar="ARG", help="its arguments, as for predict")

@@ -8,7 +8,6 @@ from typing import Any
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.predict_command import parse_requests
 from jaxpar.tools.cli.shared_options import (
-    add_command,
     add_compiler_options,
     add_function_arguments,
     require_folders,
@@ -29,9 +28,8 @@ To choose another algorithm, name it (mode="naive"), or let jaxpar tune write a 
 """
 
 
-def add_parser(commands: Any) -> None:
-    what = "show the algorithms of each call site, and the chosen one"
-    parser = add_command(commands, "ways", what, DESCRIPTION, EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
     add = parser.add_argument
     add("function", metavar="module:function", help="the program")
     add_function_arguments(add)
