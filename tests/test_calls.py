@@ -19,7 +19,7 @@ from jaxpar import (
     ring_shift,
 )
 from jaxpar.arguments.calls import called, naming, of_user, public, type_error, value_error
-from jaxpar.axis.varying import vary_over
+from jaxpar.axis.vma import vary_over
 from jaxpar.layers import (
     column_parallel_linear,
     fsdp_scan,

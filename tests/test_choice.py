@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import ring_shift
 from jaxpar.axis.axis import MODES, Ring
-from jaxpar.axis.walk import AxisLinks
+from jaxpar.axis.ring_order import AxisLinks
 from jaxpar.choose.choice import choose_way, choose_ways
 from jaxpar.choose.of_experts import applies_experts_in_stages
 from jaxpar.choose.problem import Kind, Problem
@@ -35,7 +35,7 @@ from jaxpar.matmul import (
 from jaxpar.matmul._product import Product
 from jaxpar.matmul._work import flow_of
 from jaxpar.platforms.chips import platforms, with_measured_links
-from jaxpar.ring.in_chunks import InChunks
+from jaxpar.ring.chunked import InChunks
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import Order, TpuOrder, traced_order
 from jaxpar.ring.seconds import Flow, collective_time, copy_time, hop_time, joining_is_cheaper
@@ -54,7 +54,7 @@ TINY = 2.0 * 64**3 / 8, 64 * 8 * 2
 @pytest.fixture(autouse=True)
 def nothing_noted(monkeypatch):
     """Described meshes look like those that other tests have made, whose links are noted."""
-    monkeypatch.setattr("jaxpar.axis.walk._known", {})
+    monkeypatch.setattr("jaxpar.axis.ring_order._known", {})
 
 
 def described(kind, n=8, shape=None):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxpar import edge_disjoint_rings, make_mesh, ring_hops, ring_order
-from jaxpar.axis.walk import AxisLinks, note_links, traced_links
-from jaxpar.mesh.cycles import (
+from jaxpar.axis.ring_order import AxisLinks, note_links, traced_links
+from jaxpar.mesh.ring_orders import (
     AcrossCube,
     AlongLong,
     AlongOne,

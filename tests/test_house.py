@@ -33,7 +33,7 @@ PUBLIC = {
     *("jaxpar.schedule", "jaxpar.testing", "jaxpar.collectives", "jaxpar.matmul"),
     "jaxpar.pipeline",
 }
-ON_DEMAND = {*PUBLIC, f"{TOOLS}.private_names"}
+ON_DEMAND = {*PUBLIC, f"{TOOLS}.toolkit_api"}
 CIRCLES = [2, 3, 9]  # explain and its text, the guard, and a layout with what it delegates to
 RING = 46.5
 TWICE = set()
@@ -82,7 +82,7 @@ def _imports(path):
             return
         if isinstance(node, ast.FunctionDef) and kind == "loaded":
             kind = "in functions"
-        if kind == "types" and path.stem in ("__init__", "schedule", "private_names"):
+        if kind == "types" and path.stem in ("__init__", "schedule", "toolkit_api"):
             return  # names that are found on demand
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             # A name of a package is loaded from where the package would find it.
@@ -267,11 +267,11 @@ def test_the_wall():
     private = {
         (module, name)
         for module in FILES
-        if module.startswith(TOOLS) and module != f"{TOOLS}.private_names"
+        if module.startswith(TOOLS) and module != f"{TOOLS}.toolkit_api"
         for name in imports()[module]["written"]
         if not name.startswith(TOOLS) and name not in PUBLIC
     }
-    assert not private, f"import these names in {TOOLS}.private_names, and from there"
+    assert not private, f"import these names in {TOOLS}.toolkit_api, and from there"
 
 
 def test_what_importing_loads():

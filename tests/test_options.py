@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar.platforms.async_options import traced_asynchronous
 from jaxpar.platforms.chips import compiler_of
-from jaxpar.platforms.told import traced_asynchronous
 from jaxpar.schedule import compile_for, target, timeline
 from jaxpar.testing import count_collectives
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import make_mesh, ring_hops
-from jaxpar.mesh import cycles
+from jaxpar.mesh import ring_orders
 
 V5E, V4, V5P, V7 = "TPU v5 lite", "TPU v4", "TPU v5", "TPU7x"
 
@@ -19,7 +19,7 @@ V5E, V4, V5P, V7 = "TPU v5 lite", "TPU v4", "TPU v5", "TPU7x"
 def cycles_once():
     """Many meshes have an axis over the same torus, whose cycles take long to find."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cycles, "disjoint_cycles", cache(cycles.disjoint_cycles))
+        patch.setattr(ring_orders, "disjoint_cycles", cache(ring_orders.disjoint_cycles))
         yield
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh
-from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_alike, vary_over, varying_axes
 
 
 def seen(function, check_vma=True):

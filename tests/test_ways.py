@@ -13,8 +13,8 @@ import jaxpar
 from jaxpar import Axis, Tuning, all_gather_matmul, ways
 from jaxpar.axis.axis import Ring
 from jaxpar.choose.choice import RULES, Predictions, way_of
-from jaxpar.choose.noted import noting
 from jaxpar.choose.problem import Problem
+from jaxpar.choose.record import noting
 from jaxpar.choose.sites import NAMED
 from jaxpar.layers import fsdp_gather, gated_mlp
 from jaxpar.moe import Experts, moe_layer, route

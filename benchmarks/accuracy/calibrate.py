@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float
 
 from jaxpar.tools.accuracy.interval import LARGE, Class, Interval, KindOfWork
 from jaxpar.tools.accuracy.validate import Held
-from jaxpar.tools.private_names import Gpu, platforms
 from jaxpar.tools.timeline import gpu_times
 from jaxpar.tools.timeline.gpu_times import PublicProducts
+from jaxpar.tools.toolkit_api import Gpu, platforms
 
 _OUTSIDE = 0.1  # of unseen errors, on either side
 _ABOVE = 8.0  # measurements that the class above counts as

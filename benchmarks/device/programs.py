@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from device.results import Row
 from jaxpar.compiler.compat import reading_profiles
 from jaxpar.schedule import CompiledProgram, Target, timeline
-from jaxpar.tools.timeline.planes import devices_of
 from jaxpar.tools.timeline.timeline import program_of
+from jaxpar.tools.timeline.trace_events import devices_of
 
 CALLS, WARMING = 10, 2
 POOL = 1_000_003  # numbers that are drawn; larger arrays repeat them, never in step with a tile

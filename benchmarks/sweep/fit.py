@@ -16,9 +16,9 @@ import jax
 
 import jaxpar
 from jaxpar.choose import choice
-from jaxpar.matmul import _kept
+from jaxpar.matmul import _saved_blocks
 from jaxpar.platforms.chips import Fitted, Tpu, fitted_to, platform_of
-from jaxpar.ring import hierarchical, in_chunks, of_mode, order, seconds, staying, stepwise
+from jaxpar.ring import chunked, hierarchical, of_mode, order, seconds, staying, stepwise
 from jaxpar.schedule import Target
 from jaxpar.schedule import target as describe
 from sweep.points import Point, grid
@@ -26,7 +26,7 @@ from sweep.times import Times
 from sweep.worker import ONE_RING, candidates, decided, forms
 from tables import Table
 
-MODULES = (seconds, choice, stepwise, in_chunks, of_mode, staying, hierarchical, order, _kept)
+MODULES = (seconds, choice, stepwise, chunked, of_mode, staying, hierarchical, order, _saved_blocks)
 # Of all chips; those of each are the fields of `Fitted`.
 SHARED = (
     *("MATMUL_SHARE", "SCATTERED_SHARE", "INSTRUCTION", "KEPT_JOINED", "KEPT_TOGETHER", "MARGIN"),

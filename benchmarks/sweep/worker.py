@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 import jaxpar
 from jaxpar import Axis
-from jaxpar.axis.walk import traced_links
-from jaxpar.choose.noted import Decision, noting
+from jaxpar.axis.ring_order import traced_links
+from jaxpar.choose.record import Decision, noting
 from jaxpar.choose.tuning import versions
 from jaxpar.schedule import Target, compile_for, timeline
 from jaxpar.schedule import target as describe

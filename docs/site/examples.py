@@ -10,7 +10,7 @@ from importlib import import_module
 
 import griffe
 
-from jaxpar.arguments.on_demand import SHOWN
+from jaxpar.arguments.lazy_names import SHOWN
 
 PACKAGES = ("", ".layers", ".layout", ".moe", ".schedule", ".testing")
 LINKED = {"AxisLike", "Mode", "Tree", "TreeDim"}  # explained under "Types" of docs/api/jaxpar.md

@@ -14,7 +14,7 @@ from mkdocs.plugins import event_priority, get_plugin_logger
 from mkdocs.structure.files import File
 
 from jaxpar.arguments import types as _types  # noqa: F401  fills SHOWN
-from jaxpar.arguments.on_demand import SHOWN
+from jaxpar.arguments.lazy_names import SHOWN
 from jaxpar.axis import axis as _axis  # noqa: F401  likewise
 
 ROOT = Path(__file__).parents[2]

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.on_demand import names_on_demand
+from jaxpar.arguments.lazy_names import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.platforms.chips import Chip
+    from jaxpar.tools.explain.compare_instructions import MeasuredInstruction
     from jaxpar.tools.explain.explain import Explanation, Finding, explain
     from jaxpar.tools.explain.exposed import ExposedCollective
-    from jaxpar.tools.explain.measured_instructions import MeasuredInstruction
     from jaxpar.tools.explain.memory import LiveArray
     from jaxpar.tools.explain.overheads import Overhead
     from jaxpar.tools.explain.trials import TriedEdit

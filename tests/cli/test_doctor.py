@@ -6,7 +6,7 @@ import jax
 import pytest
 from programs import free_port, run_together
 
-from jaxpar.arguments import extras
+from jaxpar.arguments import optional_packages
 from jaxpar.tools.cli import doctor_command
 from jaxpar.tools.cli.main import main
 
@@ -35,7 +35,9 @@ def test_a_wrong_result_is_named_and_is_a_failure(monkeypatch, capsys):
 
 def test_a_missing_extra_has_a_command_that_names_packages(monkeypatch, capsys):
     missing = ("rich", "libtpu")
-    monkeypatch.setattr(extras, "installed", lambda name: None if name in missing else "1")
+    monkeypatch.setattr(
+        optional_packages, "installed", lambda name: None if name in missing else "1"
+    )
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "lacks rich: pip install 'matplotlib>=3.9' 'rich>=13'" in text

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.arguments.extras import install_command, requirements
 from jaxpar.arguments.files import write_text, written
+from jaxpar.arguments.optional_packages import install_command, requirements
 from jaxpar.tools.cli.console import progress, status_of
 from jaxpar.tools.cli.main import COMMANDS, main
 

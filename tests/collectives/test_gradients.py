@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
-from jaxpar.axis.varying import vary_over
+from jaxpar.axis.vma import vary_over
 from jaxpar.testing import (
     assert_matches_reference,
     axis_orders,

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar import make_mesh, ring_shift
-from jaxpar.axis.varying import varying_axes
+from jaxpar.axis.vma import varying_axes
 from jaxpar.testing import assert_matches_reference, axis_orders, count_collectives, dtypes, meshes
 
 ALL_KINDS = ("bool", "int8", "uint8", "int32", "float16", "bfloat16", "float32", "complex64")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import all_gather, all_reduce, make_mesh, reduce_scatter
 from jaxpar.axis.axis import bind
-from jaxpar.ring.in_chunks import InChunks
+from jaxpar.ring.chunked import InChunks
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.order import ClusterOrder, CpuOrder, Order, TpuOrder
 from jaxpar.ring.stepwise import Stepwise

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from wide import assert_alike
 
 from jaxpar import Axis
-from jaxpar.axis.varying import vary_over
+from jaxpar.axis.vma import vary_over
 from jaxpar.layers import ring_attention, zigzag_order
 from jaxpar.ring import run, stepwise
 from jaxpar.testing import assert_matches_reference, count_collectives, tolerance

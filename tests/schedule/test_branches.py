@@ -13,7 +13,7 @@ from jaxpar.tools.program.costs import Message
 from jaxpar.tools.program.hlo import parse
 from jaxpar.tools.program.known_values import LoopState, Scope, UnknownError
 from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.places import Places, _name
+from jaxpar.tools.timeline.per_device import Places, _name
 from jaxpar.tools.timeline.player import Player
 
 CHIPS = ["v5e:2x2", "h100:4"]

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.platforms.chips import NO_FIGURES
 from jaxpar.schedule import Event, compile_for, explain, target, timeline
 from jaxpar.tools.explain.exposed import Exposures
-from jaxpar.tools.timeline.charges import Charges
 from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.queueing import Charges
 
 UP, DOWN = [(i, (i + 1) % 4) for i in range(4)], [(i, (i - 1) % 4) for i in range(4)]
 

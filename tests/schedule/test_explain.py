@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from traces import NS, Core, Plane, write
 
 import jaxpar
-from jaxpar.arguments.units import us
+from jaxpar.arguments.unit_text import us
 from jaxpar.mesh import ring_hops
 from jaxpar.schedule import (
     Chip,
@@ -35,7 +35,7 @@ from jaxpar.schedule import (
 )
 from jaxpar.tools.explain.causes import Rules
 from jaxpar.tools.explain.edits import Edits
-from jaxpar.tools.explain.explained import compared, gain, text_of
+from jaxpar.tools.explain.explanation_text import compared, gain, text_of
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.overheads import overheads
 from jaxpar.tools.explain.program_arguments import as_namesakes

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu_sc as plsc
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, program_floor, target, timeline
-from jaxpar.tools.explain.explained import at_least
+from jaxpar.tools.explain.explanation_text import at_least
 from jaxpar.tools.program.flops import device_flops, kernels_in
 from jaxpar.tools.timeline.player import ON_VECTORS
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar.mesh.cycles import disjoint_cycles
+from jaxpar.mesh.ring_orders import disjoint_cycles
 from jaxpar.platforms.chips import platforms
 from jaxpar.schedule import target
 from jaxpar.tools.program.costs import Message

@@ -23,7 +23,7 @@ from jaxpar.tools.program.operations import (
     read,
 )
 from jaxpar.tools.timeline.links import ADDED, Links
-from jaxpar.tools.timeline.places import Places
+from jaxpar.tools.timeline.per_device import Places
 from jaxpar.tools.timeline.player import Player
 
 # Two FLOPs a second, ten bytes a second in memory, and one over a link.

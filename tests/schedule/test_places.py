@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.schedule import compile_for, explain, target
 from jaxpar.tools.cli.explain_page import page_of
-from jaxpar.tools.explain.explained import compared
+from jaxpar.tools.explain.explanation_text import compared
 from jaxpar.tools.program.sources import Line, Sources, counted_as_own, own_line, shown
 
 # Each function passes a wrapper of the framework's, as those of real ones do.

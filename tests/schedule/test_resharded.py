@@ -20,7 +20,7 @@ from jaxpar.schedule import CompiledProgram, Memory, compile_for, explain, targe
 from jaxpar.tools.cli.explain_page import page_of
 from jaxpar.tools.explain.causes import Rules
 from jaxpar.tools.explain.edits import Edit, Edits
-from jaxpar.tools.explain.explained import gain
+from jaxpar.tools.explain.explanation_text import gain
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.trials import Budget, Trials
 from jaxpar.tools.layouts.dimensions import Dimensions

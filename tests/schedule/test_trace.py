@@ -28,9 +28,9 @@ from jaxpar.schedule import (
 from jaxpar.tools.program.costs import Demand, Message
 from jaxpar.tools.program.operations import Collective, Compute, Control, Done, Free, Schedule
 from jaxpar.tools.timeline.command_buffers import with_instructions
-from jaxpar.tools.timeline.measured import Measured
-from jaxpar.tools.timeline.planes import Ran
 from jaxpar.tools.timeline.timeline import covered
+from jaxpar.tools.timeline.trace_events import Ran
+from jaxpar.tools.timeline.trace_to_timeline import Measured
 
 TRIPS, RUNS = 3, 3
 

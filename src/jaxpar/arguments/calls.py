@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_
 
 import jax
 
-from jaxpar.arguments.on_demand import SHOWN
+from jaxpar.arguments.lazy_names import SHOWN
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import called, naming, readable, type_error, value_error
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.arguments.types import Flag, Integer
 
 LOW_BIT = ("int8", "float8_e4m3fn")

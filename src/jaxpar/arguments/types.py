@@ -8,7 +8,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 
 if TYPE_CHECKING:
     Mode = Literal[

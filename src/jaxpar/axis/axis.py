@@ -26,10 +26,10 @@ from jaxpar.arguments.dtypes import (
     is_wide_float,
     summed_as,
 )
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.arguments.types import Flag, Mode
-from jaxpar.axis.varying import vary_alike, vary_over
-from jaxpar.axis.walk import Index, Walk, moved_on, traced_links
+from jaxpar.axis.ring_order import Index, Walk, moved_on, traced_links
+from jaxpar.axis.vma import vary_alike, vary_over
 
 CHUNKED: dict[Mode, int] = {"chunked-2": 2, "chunked-4": 4, "chunked-8": 8}
 IN_TURNS: tuple[Mode, ...] = ("unidirectional", "bidirectional", "multi-ring")
@@ -169,7 +169,7 @@ class Ring(Axis):
         """Returns rings that share no link, if each axis is closed."""
         sizes = {ring.names[0]: ring.size for ring in self.stages()}
         if len(sizes) > 1:
-            from jaxpar.mesh.cycles import walks_over  # only tori need it
+            from jaxpar.mesh.ring_orders import walks_over  # only tori need it
 
             walks = walks_over(sizes)
         else:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from jaxpar.arguments.calls import called, type_error, value_error
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.varying import checks_varying, varying_axes
+from jaxpar.axis.vma import checks_varying, varying_axes
 
 # The remedies for replicated shards, and for replicated partial sums.
 SHARDED = "shard it in in_specs, or cut it with scatter_region"

@@ -10,7 +10,7 @@ from jaxtyping import Integer as Integers
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.checks import as_array, check_dim
-from jaxpar.axis.varying import varying_axes
+from jaxpar.axis.vma import varying_axes
 
 
 def check_number(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.calls import called, naming, readable, type_error
 from jaxpar.arguments.dtypes import addition_dtype, as_dtype
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.arguments.types import Integer, Leaf
 from jaxpar.axis.checks import as_array, check_whole
 

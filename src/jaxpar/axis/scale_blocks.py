@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.axis.varying import checks_varying, varying_axes
+from jaxpar.axis.vma import checks_varying, varying_axes
 
 if TYPE_CHECKING:
     from jaxpar.axis.axis import Ring

@@ -14,8 +14,8 @@ from jaxpar.arguments.types import Mode
 from jaxpar.axis.axis import CHUNKED, Ring
 from jaxpar.choose.problem import Kind, Problem
 from jaxpar.choose.sites import NAMED, notes, settled
+from jaxpar.platforms.async_options import traced_asynchronous
 from jaxpar.platforms.chips import traced_chip
-from jaxpar.platforms.told import traced_asynchronous
 from jaxpar.ring.naive import Naive
 from jaxpar.ring.seconds import MARGIN, Flow
 from jaxpar.ring.ways import Way
@@ -118,7 +118,7 @@ def way_of(problem: Problem, mode: Mode, flows: Flows = ()) -> Way:
 
         return Stationary(problem.ring)
     if mode in CHUNKED:
-        from jaxpar.ring.in_chunks import InChunks
+        from jaxpar.ring.chunked import InChunks
 
         return InChunks(problem.ring, CHUNKED[mode])
     from jaxpar.ring.of_mode import stepwise

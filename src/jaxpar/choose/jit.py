@@ -16,7 +16,7 @@ from jaxpar.choose.trying import is_trying
 from jaxpar.choose.tuning import Tuning, TuningLike, load
 from jaxpar.choose.tuning import tuned as tuned_by
 from jaxpar.compiler.options import kind_of, options_like, options_of
-from jaxpar.platforms.told import Options, enclosing_options, telling
+from jaxpar.platforms.async_options import Options, enclosing_options, telling
 
 
 @readable

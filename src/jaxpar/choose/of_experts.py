@@ -15,7 +15,7 @@ def choose_dispatch(problem: Problem) -> Dispatch:
     taken = tuned or best
     why = "it sends more bytes"
     if notes.value is not None:
-        from jaxpar.choose.noted import WayRow
+        from jaxpar.choose.record import WayRow
 
         rows = [WayRow(way, out="" if way == best else why) for way in DISPATCHES]
         notes.value.part(problem, "dispatch", rows, taken, tuned is not None)

@@ -7,9 +7,9 @@ from typing import Literal
 import jax
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.walk import AxisLinks, How, traced_links
+from jaxpar.axis.ring_order import AxisLinks, How, traced_links
+from jaxpar.platforms.async_options import traced_asynchronous
 from jaxpar.platforms.chips import Chip, traced_chip
-from jaxpar.platforms.told import traced_asynchronous
 from jaxpar.ring.seconds import Flow
 
 Kind = Literal["matmul", "projection", "attention", "collective", "weights", "loss", "experts"]

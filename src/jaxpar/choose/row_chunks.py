@@ -20,7 +20,7 @@ def choose_row_chunks(problem: Problem) -> int:
     tuned = None if named else settled_chunks(problem)
     taken = tuned or (1 if out else min(ROW_CHUNKS, key=seconds))
     if notes.value is not None:
-        from jaxpar.choose.noted import WayRow
+        from jaxpar.choose.record import WayRow
 
         known = chip is not None and bool(problem.forward)
         rows = [

@@ -16,10 +16,10 @@ import jax
 
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.files import write_text
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.choose.sites import AUTO, Asked, using
 from jaxpar.choose.trying import is_trying
-from jaxpar.platforms.told import traced_options
+from jaxpar.platforms.async_options import traced_options
 
 if TYPE_CHECKING:
     TuningLike: TypeAlias = "str | Path | Tuning"

@@ -18,7 +18,7 @@ from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import as_array
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.compiler import control_flow
 
 # With n devices and m slices for each pair, arrays of slices have shape [n m] or [n, m].

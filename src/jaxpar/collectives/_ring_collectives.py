@@ -17,11 +17,11 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.ring import blocks
-from jaxpar.ring.parts import Block, Whole
+from jaxpar.ring.cuts import Block, Whole
 from jaxpar.ring.ways import Way
 
 

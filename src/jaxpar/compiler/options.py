@@ -11,8 +11,8 @@ import jax
 from jaxpar.arguments.calls import naming, readable, type_error
 from jaxpar.arguments.types import Integer
 from jaxpar.axis.checks import check_whole
+from jaxpar.platforms.async_options import Options, telling
 from jaxpar.platforms.chips import compiler_of
-from jaxpar.platforms.told import Options, telling
 
 # Bytes of a full array whose transfer takes no longer than a SparseCore's start. Over v6e:2x4,
 # 128x8192x8192 takes 33 us with the offload and 30 without; 512 rows take 70 with and without it

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxpar.arguments.calls import naming, of_user, readable, type_error, value_error
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 
 if TYPE_CHECKING:
     Activation: TypeAlias = "Callable[[Array], Array] | GatedActivation"

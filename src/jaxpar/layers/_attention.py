@@ -19,7 +19,7 @@ from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.checks import as_array, check_dim, check_whole
 from jaxpar.axis.padding import PaddedDim
-from jaxpar.axis.varying import vary_wide, varying_axes
+from jaxpar.axis.vma import vary_wide, varying_axes
 from jaxpar.layers._projections import Projection, as_biases, as_weights, bind_projection, fsdp_pair
 
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from jaxpar.arguments.dtypes import sum_dtype
-from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.layers._attention_block import (
     Backward,

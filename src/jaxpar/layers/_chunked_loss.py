@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Shaped
 
 from jaxpar.arguments.dtypes import sum_dtype
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, varying_axes, zeros_alike
+from jaxpar.axis.vma import checks_varying, vary_alike, vary_over, varying_axes, zeros_alike
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.ring.blocks import all_reduce, gather_along, scatter_along

@@ -18,7 +18,7 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.quantized import read_as
 from jaxpar.axis.rounding import check_chance, codes_of
 from jaxpar.axis.trees import as_arrays
-from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.layers._reduction import spec_axes, sum_leaves
 

@@ -21,7 +21,7 @@ from jaxpar.axis.checks import as_array, check_dim, check_own
 from jaxpar.axis.quantized import MaybeQuantized, as_operand
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import checks_varying, vary_over, vary_wide, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_over, vary_wide, varying_axes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.stages import choose_stages
 from jaxpar.matmul import _einsum

@@ -18,11 +18,11 @@ from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.arguments.types import Tree, TreeDim
 from jaxpar.axis.axis import OF_FSDP, AxisLike, bind
 from jaxpar.axis.checks import check_uncast
+from jaxpar.axis.ring_order import Index
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.scale_blocks import told_blocks, with_scales_of_layers
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import vary_over, varying_axes
-from jaxpar.axis.walk import Index
+from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.compiler.compat import optimization_barrier
 from jaxpar.compiler.jaxprs import type_of
 from jaxpar.layers._fsdp import (

@@ -18,7 +18,7 @@ from jaxpar.arguments.types import Flag, Integer
 from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
 from jaxpar.axis.checks import as_array, check_own, check_uncast, check_whole
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_over, varying_axes
 from jaxpar.compiler.jaxprs import named_axes
 from jaxpar.layers._reduction import OF_GROUPS, check_bucket, manual_axes, sharded_axes, sum_leaves
 

@@ -18,7 +18,7 @@ from jaxpar.arguments.types import Number
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import as_array
 from jaxpar.axis.checks_of_layers import check_number
-from jaxpar.axis.varying import vary_wide, varying_axes
+from jaxpar.axis.vma import vary_wide, varying_axes
 
 _MOMENTS = "jaxpar_moments"
 

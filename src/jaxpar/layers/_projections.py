@@ -15,14 +15,14 @@ from jaxpar.arguments.types import Integer
 from jaxpar.axis.axis import OF_FSDP, OF_MATMULS, AxisLike, Ring, bind
 from jaxpar.axis.checks import as_array, check_dim, check_own
 from jaxpar.axis.checks_of_layers import check_sequence_dim
-from jaxpar.axis.varying import vary_on_wire, vary_over, varying_axes
+from jaxpar.axis.vma import vary_on_wire, vary_over, varying_axes
 from jaxpar.choose.problem import Problem
 from jaxpar.choose.row_chunks import choose_row_chunks
 from jaxpar.layers._fsdp import add_bias, fsdp_gather, whole_bias
 from jaxpar.matmul import _einsum
 from jaxpar.matmul._labels import Labels, matmul_labels
 from jaxpar.matmul._product import Product, dtype_of_products, multiply
-from jaxpar.ring.parts import even_cuts
+from jaxpar.ring.cuts import even_cuts
 from jaxpar.ring.seconds import Flow
 
 Weights = Mapping[str, Array]  # by the names that errors use

@@ -19,7 +19,7 @@ from jaxpar.axis.axis import AxisLike, Ring, bind, bind_any
 from jaxpar.axis.checks import check_whole
 from jaxpar.axis.rounding import scales_among
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import checks_varying, vary_over, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_over, varying_axes
 
 OF_GROUPS = "in groups= if devices along them have models of their own"
 

@@ -19,7 +19,7 @@ from jaxpar.arguments.types import Integer, Tree
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import PARTIAL_SUMS, check_dim, check_divides
 from jaxpar.axis.trees import as_arrays, check_own_leaves
-from jaxpar.axis.varying import checks_varying, vary_on_wire, vary_over, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_on_wire, vary_over, varying_axes
 from jaxpar.compiler.compat import all_gather
 
 

@@ -18,7 +18,7 @@ from jaxpar.arguments.types import Flag, Integer, Number, SequenceOrder, Values
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import as_array, check_own, check_precision, check_whole
 from jaxpar.axis.checks_of_layers import as_integers, check_replicated, check_softcap
-from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.vma import vary_alike, zeros_alike
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._attention_block import Keys, Scores

@@ -25,7 +25,7 @@ from jaxpar.axis.checks_of_layers import (
     check_softcap,
 )
 from jaxpar.axis.padded_tables import check_no_padding, check_no_padding_between
-from jaxpar.axis.varying import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
+from jaxpar.axis.vma import checks_varying, vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.compiler.compat import psum_scatter
 from jaxpar.layers._chunked_loss import ChunkedLoss, chunked_losses
 from jaxpar.layers._projections import SHARDED_SEQUENCE

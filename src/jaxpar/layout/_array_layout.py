@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.arguments.calls import readable
-from jaxpar.arguments.units import bytes_of
+from jaxpar.arguments.unit_text import bytes_of
 from jaxpar.axis.padding import AnyArray, Entries, PaddedDim
+from jaxpar.layout._bits import from_words, is_key, to_words, words_of
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._mesh import size_of
-from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # pads or unpads one dimension
 

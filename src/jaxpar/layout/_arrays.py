@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxpar.arguments.calls import type_error, value_error
 from jaxpar.layout._array_layout import ArrayLayout, taken
+from jaxpar.layout._bits import from_words, is_key, to_words, words_of
 from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import arrays_of, described
-from jaxpar.layout._words import from_words, is_key, to_words, words_of
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout

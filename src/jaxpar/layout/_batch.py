@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from jaxpar.arguments.calls import naming, type_error, value_error
+from jaxpar.layout._apply_rules import Placed, Shaped
 from jaxpar.layout._array_layout import axes_by_dim
-from jaxpar.layout._fit import Placed, Shaped
 from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._mesh import size_of
 from jaxpar.layout._paths import arrays_of, described, path_text

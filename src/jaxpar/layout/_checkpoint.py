@@ -18,13 +18,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxpar.arguments.calls import called, value_error
-from jaxpar.arguments.extras import require
+from jaxpar.arguments.optional_packages import require
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import of_words, pad, unpad, zeros_of
+from jaxpar.layout._bits import is_key, to_words
 from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import arrays_of, path_text
 from jaxpar.layout._rule import REPLICATED, Nearest
-from jaxpar.layout._words import is_key, to_words
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout

@@ -20,11 +20,11 @@ from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.checks import check_whole
 from jaxpar.axis.padded_tables import PaddedTable, PaddedTables
 from jaxpar.axis.padding import PaddedDim
+from jaxpar.layout._apply_rules import Shaped, fit, shapes_in
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._arrays import gather, pad, place, spread, unpad, zeros_of
 from jaxpar.layout._batch import batch_part, batches, place_batch
 from jaxpar.layout._checkpoint import restore, save
-from jaxpar.layout._fit import Shaped, fit, shapes_in
 from jaxpar.layout._layout_error import refuse
 from jaxpar.layout._mesh import axes_in, check_mesh
 from jaxpar.layout._paths import arrays_of, part_of
@@ -421,7 +421,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Source: Rajbhandari et al., "ZeRO" (2020).
         """
-        from jaxpar.layout._like import like
+        from jaxpar.layout._optimizer_state import like
 
         return like(self, tree, rules)
 

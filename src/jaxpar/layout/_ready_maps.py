@@ -15,8 +15,8 @@ from jaxpar.arguments.calls import public
 from jaxpar.arguments.types import AnyMesh, Integer
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.checks import check_whole
-from jaxpar.layout._alike import Alike
-from jaxpar.layout._fit import Shaped, shapes_in
+from jaxpar.layout._apply_rules import Shaped, shapes_in
+from jaxpar.layout._layer_groups import Alike
 from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._map import LayoutMap
 from jaxpar.layout._mesh import axes_in, check_mesh, size_of

@@ -27,7 +27,7 @@ from jaxpar.layout._rule import Axes, Rule, axes_of, trimmed
 from jaxpar.layout._split import Split
 
 if TYPE_CHECKING:
-    from jaxpar.layout._fit import Shaped
+    from jaxpar.layout._apply_rules import Shaped
     from jaxpar.layout._map import LayoutMap
 
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.arguments.calls import readable
-from jaxpar.arguments.units import size_text
+from jaxpar.arguments.unit_text import size_text
 
 if TYPE_CHECKING:
     from jaxpar.layout._array_layout import ArrayLayout

@@ -20,12 +20,12 @@ from jaxpar.arguments.local_paths import local_path
 from jaxpar.axis.padding import Entries
 from jaxpar.layout._array_layout import ArrayLayout, taken
 from jaxpar.layout._arrays import each, on_host, whole
+from jaxpar.layout._bits import is_key
 from jaxpar.layout._layout_error import LayoutProblem, refuse, shape_text
 from jaxpar.layout._paths import described
 from jaxpar.layout._patterns import Pattern
 from jaxpar.layout._rule import Nearest, nearest
 from jaxpar.layout._safetensors import KINDS, Files, Kind, Tensor, tensors_of
-from jaxpar.layout._words import is_key
 
 if TYPE_CHECKING:
     from jaxpar.layout._layout import Layout

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from jaxpar.layout._alike import Alike
+from jaxpar.layout._layer_groups import Alike
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._names import Named, Names
 from jaxpar.layout._paths import parts_of, pattern_of

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Num
 
-from jaxpar.axis.varying import checks_varying, vary_over
+from jaxpar.axis.vma import checks_varying, vary_over
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
-from jaxpar.matmul._primitive import scatter_einsum
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply, sizes_of
 from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._ring_vjp import scatter_einsum
 from jaxpar.ring.blocks import gather_replicated
 
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxpar.axis.quantized import Quantized
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply, sizes_of, unused_label
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.parts import join_dims, split_dim
+from jaxpar.ring.cuts import join_dims, split_dim
 from jaxpar.ring.seconds import joining_is_cheaper
 from jaxpar.ring.ways import Arrivals, Positions
 

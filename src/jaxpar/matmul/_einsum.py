@@ -13,11 +13,10 @@ from jaxpar.arguments.types import Operand
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.checks import PARTIAL_SUMS, as_array, check_divides, check_own, check_precision
 from jaxpar.axis.quantized import MaybeQuantized, Quantized, values_of
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.choose.choice import choose_ways, may_keep
 from jaxpar.choose.problem import Problem
 from jaxpar.matmul._labels import Labels, check_ranks, local_sizes
-from jaxpar.matmul._primitive import gather_einsum, scatter_einsum
 from jaxpar.matmul._product import (
     Arithmetic,
     Out,
@@ -27,6 +26,7 @@ from jaxpar.matmul._product import (
     gradients_of_scatter,
 )
 from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._ring_vjp import gather_einsum, scatter_einsum
 from jaxpar.matmul._work import flow_of
 from jaxpar.ring.seconds import Flow
 from jaxpar.ring.ways import Forms
@@ -154,7 +154,7 @@ def gather(
     method = call.method(label, (left, *rights), (forth,), back, low_bit=low_bit, travels=travels)
     run = gather_einsum
     if method.keeps:
-        from jaxpar.matmul._kept import gather_and_keep as run  # `auto` takes it on TPUs
+        from jaxpar.matmul._saved_blocks import gather_and_keep as run  # `auto` takes it on TPUs
 
     gathered = partial(run, method, tuple(products))
     # The special derivative gathers again by itself. A stationary operand is never gathered.

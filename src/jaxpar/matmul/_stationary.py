@@ -10,7 +10,7 @@ from jaxpar.axis.axis import Ring
 from jaxpar.compiler.compat import all_gather, psum_scatter
 from jaxpar.matmul._product import Left, Out, Product, Right, multiply, unused_label
 from jaxpar.matmul._ring_einsum import RingEinsum
-from jaxpar.ring.parts import join_dims, split_dim
+from jaxpar.ring.cuts import join_dims, split_dim
 
 
 def stay(

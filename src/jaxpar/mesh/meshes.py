@@ -18,8 +18,8 @@ from jaxtyping import Bool, Int, Shaped
 from jaxpar.arguments.calls import public, type_error, value_error
 from jaxpar.arguments.types import MeshAxes
 from jaxpar.axis.axis import AxisLike, axis_names, ring_positions
-from jaxpar.axis.walk import AxisLinks, How, note_links
-from jaxpar.mesh.cycles import Cycle, Walk, walks_of_places, walks_over
+from jaxpar.axis.ring_order import AxisLinks, How, note_links
+from jaxpar.mesh.ring_orders import Cycle, Walk, walks_of_places, walks_over
 from jaxpar.mesh.slices import on_torus, slice_of
 from jaxpar.mesh.torus import closed_dims, slice_grid
 

@@ -15,7 +15,7 @@ from jaxpar.arguments.calls import check_among, public, value_error
 from jaxpar.arguments.types import Integer, Number, Policy
 from jaxpar.axis.checks import check_whole
 from jaxpar.axis.checks_of_layers import check_number
-from jaxpar.axis.varying import zeros_alike
+from jaxpar.axis.vma import zeros_alike
 from jaxpar.compiler import control_flow
 from jaxpar.moe._routing import Routing, RoutingLike, as_routing, of_chosen, of_experts
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Int32, Shaped
 
 from jaxpar.arguments.dtypes import addition_dtype
-from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.vma import vary_alike, zeros_alike
 from jaxpar.choose.of_experts import gathers_apart
 from jaxpar.compiler import unwritten_memory
 from jaxpar.compiler.derivatives import linear_pair

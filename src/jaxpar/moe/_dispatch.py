@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Int32
 
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.varying import vary_alike, vary_over, vary_wide, varying_axes
+from jaxpar.axis.vma import vary_alike, vary_over, vary_wide, varying_axes
 from jaxpar.choose.choice import choose_way
 from jaxpar.choose.problem import Problem
 from jaxpar.compiler.compat import optimization_barrier

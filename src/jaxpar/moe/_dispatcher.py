@@ -18,7 +18,7 @@ from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import check_whole
 from jaxpar.axis.checks_of_layers import as_integers, as_signed
 from jaxpar.axis.trees import as_arrays
-from jaxpar.axis.varying import vary_alike, vary_over
+from jaxpar.axis.vma import vary_alike, vary_over
 from jaxpar.collectives._ragged import Slices
 from jaxpar.moe._copies import Copies, copies_by_key
 from jaxpar.moe._routing import as_mask

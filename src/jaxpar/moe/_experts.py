@@ -22,7 +22,7 @@ from jaxpar.arguments.dtypes import loses_parts, result_dtype
 from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.checks import as_array
 from jaxpar.axis.checks_of_layers import as_integers
-from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.vma import vary_alike, zeros_alike
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, Totals, fold_groups
 from jaxpar.moe._grouped import bind_kernels, bind_preferred, check_sizes, clear, fitting_sizes

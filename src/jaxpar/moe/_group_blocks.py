@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, Int32, Num, Shaped
 
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
 from jaxpar.arguments.types import Tree
-from jaxpar.axis.varying import zeros_alike
+from jaxpar.axis.vma import zeros_alike
 from jaxpar.compiler import control_flow
 
 # Lengths of blocks, falling. A block costs a CPU about as much as 25 rows more. It costs a GPU tens

@@ -23,7 +23,7 @@ from jaxpar.arguments.dtypes import as_dtype, check_holds, common_dtype, result_
 from jaxpar.arguments.types import Implementation, Values
 from jaxpar.axis.checks import as_array, check_precision
 from jaxpar.axis.checks_of_layers import as_integers
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.compiler import control_flow
 from jaxpar.moe._copies import where_rows
 from jaxpar.moe._group_blocks import (

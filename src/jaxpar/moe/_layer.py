@@ -26,7 +26,7 @@ from jaxpar.arguments.types import (
 )
 from jaxpar.axis.axis import AxisLike
 from jaxpar.axis.checks import as_array
-from jaxpar.axis.varying import vary_over
+from jaxpar.axis.vma import vary_over
 from jaxpar.choose.of_experts import applies_experts_in_stages, choose_dispatch
 from jaxpar.choose.problem import Problem
 from jaxpar.layers._activation import Activation

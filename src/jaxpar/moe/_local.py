@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax import Array
 from jaxtyping import Float, Int, Int32
 
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.choose.of_experts import applies_experts_in_slots
 from jaxpar.layers._activation import Activation
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32, Num
 
 from jaxpar.arguments.calls import public, readable, type_error
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.axis.checks import as_array
 from jaxpar.layers._activation import Activation, activate
 from jaxpar.moe._group_blocks import Block, block_dot

@@ -15,11 +15,11 @@ from jaxtyping import Integer as Integers
 
 from jaxpar.arguments.calls import check_among, public, readable, type_error, value_error
 from jaxpar.arguments.dtypes import sum_dtype
-from jaxpar.arguments.on_demand import open_types
+from jaxpar.arguments.lazy_names import open_types
 from jaxpar.arguments.types import Integer, Number, Scoring, Values
 from jaxpar.axis.checks import as_array, check_whole
 from jaxpar.axis.checks_of_layers import as_integers, check_number
-from jaxpar.axis.varying import varying_axes
+from jaxpar.axis.vma import varying_axes
 
 SCORINGS = ("softmax", "selected_softmax", "sigmoid")
 # Logarithms of scores, but for what is equal for all experts. They do not underflow.

@@ -19,7 +19,7 @@ from jaxpar.axis.checks import as_array, check_own, check_whole
 from jaxpar.axis.checks_of_layers import check_number, check_replicated
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.axis.trees import check_own_leaves
-from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.choose.sites import AUTO, DISPATCHES
 from jaxpar.layers import fsdp_gather
 from jaxpar.layers._projections import SHARDED_SEQUENCE

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32, Num
 
 from jaxpar.arguments.dtypes import common_dtype, sum_dtype
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.moe._copies import Copies, collect, copies_by_key, spread, take_rows
 from jaxpar.moe._experts import of_group
 from jaxpar.moe._group_blocks import Block, Totals, fold_groups

@@ -14,7 +14,7 @@ from jaxpar.arguments.calls import public, readable, value_error
 from jaxpar.arguments.types import Integer, Values
 from jaxpar.axis.axis import AxisLike, bind_any
 from jaxpar.axis.checks import as_array, check_own
-from jaxpar.axis.varying import vary_alike
+from jaxpar.axis.vma import vary_alike
 from jaxpar.moe._routing import Routing, RoutingLike, as_mask, as_routing, of_experts
 
 

@@ -18,7 +18,7 @@ from jaxpar.arguments.dtypes import LowBit
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import read_as
 from jaxpar.axis.rounding import encoded, is_quantized
-from jaxpar.axis.varying import vary_alike, zeros_alike
+from jaxpar.axis.vma import vary_alike, zeros_alike
 from jaxpar.collectives._ragged import Slices, exchange_rows
 from jaxpar.compiler.derivatives import linear_pair
 from jaxpar.compiler.unwritten_memory import unwritten

@@ -15,7 +15,7 @@ from jaxpar.arguments.calls import naming, of_user, public, type_error, value_er
 from jaxpar.axis.axis import AxisLike, Ring, bind
 from jaxpar.axis.checks import check_whole
 from jaxpar.axis.trees import as_arrays
-from jaxpar.axis.varying import vary_over
+from jaxpar.axis.vma import vary_over
 from jaxpar.layers._gradients import (
     check_flag,
     check_parameters,

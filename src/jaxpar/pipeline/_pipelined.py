@@ -18,7 +18,7 @@ from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.checks import check_dim, check_own
 from jaxpar.axis.trees import as_arrays
-from jaxpar.axis.varying import vary_over, varying_axes, zeros_alike
+from jaxpar.axis.vma import vary_over, varying_axes, zeros_alike
 from jaxpar.compiler.control_flow import cond
 from jaxpar.compiler.unwritten_memory import unwritten
 from jaxpar.layers._gradients import check_axes, losses_of

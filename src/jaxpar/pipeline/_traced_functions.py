@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxpar.arguments.calls import value_error
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.varying import varying_axes
+from jaxpar.axis.vma import varying_axes
 from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 
 # The parameters of each function, and how those of others come there.

@@ -10,9 +10,9 @@ from jax import Array, lax
 from jaxpar.arguments.dtypes import LowBit, addition_dtype, bits_of, summed_as
 from jaxpar.axis.quantized import Quantized
 from jaxpar.axis.rounding import encoded
-from jaxpar.axis.varying import checks_varying, spec_of, vary_over
+from jaxpar.axis.vma import checks_varying, spec_of, vary_over
 from jaxpar.compiler.derivatives import linear_pair, with_derivative
-from jaxpar.ring.parts import Block, Whole
+from jaxpar.ring.cuts import Block, Whole
 from jaxpar.ring.scales import Scales, gather_scales
 from jaxpar.ring.ways import Arrivals, Positions, Use, Way
 

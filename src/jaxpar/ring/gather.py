@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.ring.cuts import cut_out, like_finished
 from jaxpar.ring.order import Work
-from jaxpar.ring.parts import cut_out, like_finished
 from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.pieces import half_of, join_halves
 from jaxpar.ring.run import run

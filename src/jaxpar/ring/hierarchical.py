@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.walk import Index
-from jaxpar.mesh.cycles import AlongOne
+from jaxpar.axis.ring_order import Index
+from jaxpar.mesh.ring_orders import AlongOne
 from jaxpar.platforms.chips import Chip, fitted_to
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.phase import Phase

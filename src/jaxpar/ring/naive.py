@@ -13,12 +13,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxpar.axis.quantized import Quantized, read_as
-from jaxpar.axis.varying import vary_over, varying_axes
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import all_gather, psum_scatter
 from jaxpar.platforms.chips import ADDED, Chip
-from jaxpar.ring.parts import Span, split_dim
+from jaxpar.ring.cuts import Span, split_dim
 from jaxpar.ring.seconds import (
     Flow,
     FlowKind,

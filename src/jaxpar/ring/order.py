@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxpar.axis.varying import spec_of
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.axis.vma import spec_of
 from jaxpar.compiler import control_flow
 from jaxpar.compiler.compat import cuts_within_matmuls
 from jaxpar.platforms.chips import Tpu, is_tpu, platform_of, traced_for_cpu, traced_for_cpu_cluster

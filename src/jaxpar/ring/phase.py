@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.ring.cuts import Span
 from jaxpar.ring.order import Beside, Send, Work
-from jaxpar.ring.parts import Span
 
 if TYPE_CHECKING:
     from jaxpar.ring.slab import Slab

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from jax import Array, lax
 
-from jaxpar.axis.varying import spec_of
+from jaxpar.axis.vma import spec_of
 
 TILE = 8  # rows of a TPU's tile; data that begin or end within a tile are shifted
 

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 
 from jaxpar.arguments.dtypes import addition_dtype
 from jaxpar.axis.quantized import read_as
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.ring.cuts import Span, empty_result
 from jaxpar.ring.order import Work
-from jaxpar.ring.parts import Span, empty_result
 from jaxpar.ring.phase import Ordering, Phase, freely
 from jaxpar.ring.run import run
 from jaxpar.ring.steps import Hop, Step

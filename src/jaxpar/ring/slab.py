@@ -6,8 +6,8 @@ from typing import Any
 
 from jax import Array, lax
 
-from jaxpar.axis.walk import as_int32
-from jaxpar.ring.parts import Block, Span, Whole, unwritten
+from jaxpar.axis.ring_order import as_int32
+from jaxpar.ring.cuts import Block, Span, Whole, unwritten
 
 
 @dataclass(frozen=True)

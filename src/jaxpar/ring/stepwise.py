@@ -12,11 +12,11 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
 from jaxpar.platforms.chips import Chip, fitted_to
+from jaxpar.ring.cuts import Span, cut_out, of_types
 from jaxpar.ring.gather import Gather
 from jaxpar.ring.order import Beside, Order, Work
-from jaxpar.ring.parts import Span, cut_out, of_types
 from jaxpar.ring.phase import Phase
 from jaxpar.ring.pieces import equal_pieces, shares_of
 from jaxpar.ring.run import loops, run

@@ -5,9 +5,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
+from jaxpar.ring.cuts import like_finished
 from jaxpar.ring.order import Beside, Work, traced_order
-from jaxpar.ring.parts import like_finished
 
 
 def _as_it_is(x: Any) -> Any:

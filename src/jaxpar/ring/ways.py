@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxpar.axis.axis import Ring
 from jaxpar.axis.quantized import Quantized
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
 from jaxpar.ring.seconds import Flow
 
 if TYPE_CHECKING:

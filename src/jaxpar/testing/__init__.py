@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxpar.arguments.on_demand import names_on_demand
+from jaxpar.arguments.lazy_names import names_on_demand
 
 if TYPE_CHECKING:
     from jaxpar.testing._collectives import CollectiveCounts, count_collectives

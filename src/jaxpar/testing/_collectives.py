@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.arguments.calls import readable
-from jaxpar.arguments.units import bytes_of
+from jaxpar.arguments.unit_text import bytes_of
 from jaxpar.choose.jit import enclosing
 from jaxpar.compiler.jaxprs import COLLECTIVES, LAX_NAMES, subjaxprs
 

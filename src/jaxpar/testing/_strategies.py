@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxpar.arguments.calls import readable
-from jaxpar.arguments.extras import require
+from jaxpar.arguments.optional_packages import require
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

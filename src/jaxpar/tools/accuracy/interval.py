@@ -15,12 +15,12 @@ from importlib.resources import files
 from math import hypot
 from typing import NamedTuple
 
-from jaxpar.tools.private_names import is_tpu
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import BETWEEN_SLICES as DCN
 from jaxpar.tools.timeline.links import OWN_KERNEL
 from jaxpar.tools.timeline.target import LONG, Target, target_of, under_load
 from jaxpar.tools.timeline.timeline import Timeline
+from jaxpar.tools.toolkit_api import is_tpu
 
 LARGE = 20e-6  # predicted seconds of an operation; below it latencies matter
 LEAST = 0.05  # of a step: a smaller part is not printed

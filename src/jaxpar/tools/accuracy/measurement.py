@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.tools.private_names import platforms
 from jaxpar.tools.timeline.target import parts_of, target
 from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for
+from jaxpar.tools.toolkit_api import platforms
 
 # Functions of one device, of local operands.
 _POINTWISE: dict[str, Callable[..., Any]] = {

@@ -9,7 +9,7 @@ from math import log
 import jax.numpy as jnp
 
 from jaxpar.tools.accuracy.measurement import Measurement, measurements
-from jaxpar.tools.private_names import Chip
+from jaxpar.tools.toolkit_api import Chip
 
 
 @dataclass(frozen=True)

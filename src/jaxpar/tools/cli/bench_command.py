@@ -44,8 +44,8 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import start_jax
-from jaxpar.tools.private_names import MODES as ALL_MODES
-from jaxpar.tools.private_names import write_text, written
+from jaxpar.tools.toolkit_api import MODES as ALL_MODES
+from jaxpar.tools.toolkit_api import write_text, written
 
 CPU_NOTE = (
     "These are simulated CPU devices that share the cores of their host. The ratios show the "

@@ -24,10 +24,10 @@ from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import OPS, Ring, ring_size
 from jaxpar.tools.cli.shared_options import parse_shapes
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.private_names import environment_options, us
 from jaxpar.tools.timeline.floor import rings_over
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import target_of, unknown_network
+from jaxpar.tools.toolkit_api import environment_options, us
 
 SLOW = 1.15  # times its bound: slower rows get reasons
 POSSIBLE = 0.97  # times its bound: faster rows contradict the figures of the chip

@@ -9,7 +9,10 @@ import jaxpar
 from jaxpar.schedule import CompiledProgram, Event, Floor, Timeline
 from jaxpar.tools.cli.gpu_clocks import Clocks
 from jaxpar.tools.cli.ops import Ring
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.flops import Dot, dots_of
+from jaxpar.tools.timeline.floor import rings_over
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.toolkit_api import (
     Chip,
     compiler_of,
     size_text,
@@ -17,9 +20,6 @@ from jaxpar.tools.private_names import (
     us,
     why_not_closed,
 )
-from jaxpar.tools.program.flops import Dot, dots_of
-from jaxpar.tools.timeline.floor import rings_over
-from jaxpar.tools.timeline.links import Links
 
 LEAST = 0.03  # of the measured time: smaller reasons are left out
 BEYOND = 0.1  # of the measured time: the largest excess over the prediction without a reason

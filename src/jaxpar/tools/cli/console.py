@@ -10,7 +10,7 @@ from importlib import import_module
 from threading import Timer
 from typing import Any
 
-from jaxpar.tools.private_names import distribution, install_command
+from jaxpar.tools.toolkit_api import distribution, install_command
 
 SECONDS_A_LINE = 5.0  # between lines of progress, without a terminal
 INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of SIGINT

@@ -26,7 +26,7 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import compilers, first_line, start_jax
-from jaxpar.tools.private_names import compiler_of, install_command, installed, lacking, write_text
+from jaxpar.tools.toolkit_api import compiler_of, install_command, installed, lacking, write_text
 
 DESCRIPTION = """\
 Prints what is installed, which devices there are and which extras are missing. Runs a few

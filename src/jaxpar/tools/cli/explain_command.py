@@ -22,10 +22,10 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import COMPILING, converse
-from jaxpar.tools.explain.explained import COMPARED, compared, text_of
+from jaxpar.tools.explain.explanation_text import COMPARED, compared, text_of
 from jaxpar.tools.explain.trials import Budget
-from jaxpar.tools.private_names import write_text
 from jaxpar.tools.timeline.target import HERE
+from jaxpar.tools.toolkit_api import write_text
 
 DESCRIPTION = """\
 Explains why a step takes as long as it does, on TPUs and GPUs that need not be there. For each wait

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jaxpar.tools.explain.explained import elsewhere, gain, heading, place, title, verdict
-from jaxpar.tools.explain.measured_instructions import alone, side, totals
+from jaxpar.tools.explain.compare_instructions import alone, side, totals
+from jaxpar.tools.explain.explanation_text import elsewhere, gain, heading, place, title, verdict
 from jaxpar.tools.explain.verdict import CAUSES
-from jaxpar.tools.private_names import size_text as size
-from jaxpar.tools.private_names import us
+from jaxpar.tools.toolkit_api import size_text as size
+from jaxpar.tools.toolkit_api import us
 
 _DATA = "/* data */"
 

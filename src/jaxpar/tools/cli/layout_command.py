@@ -10,7 +10,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.tools.cli.console import UsageError, print_error, status_of
 from jaxpar.tools.cli.predict_programs import find_function
 from jaxpar.tools.cli.shared_options import mesh_error, require_folders
-from jaxpar.tools.private_names import write_text
+from jaxpar.tools.toolkit_api import write_text
 
 DESCRIPTION = """\
 Shows how a model is sharded on a mesh: the shape, spec, local block and bytes of each array, those

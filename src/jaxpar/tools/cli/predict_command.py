@@ -31,7 +31,7 @@ from jaxpar.tools.cli.shared_options import (
     require_reportable,
 )
 from jaxpar.tools.cli.workers import compilers, converse, kill_all
-from jaxpar.tools.private_names import DESCRIBED, MODES, install_command
+from jaxpar.tools.toolkit_api import DESCRIBED, MODES, install_command
 
 DEFAULT_MODES = ("naive", "unidirectional", "bidirectional", "auto")
 FIGURES = ("measured", "book")

@@ -28,8 +28,8 @@ from jaxpar.tools.cli.ops import (
 )
 from jaxpar.tools.cli.predict_results import Request
 from jaxpar.tools.cli.shared_options import parse_ops, parse_shapes
-from jaxpar.tools.private_names import gathered_by, jitted_like, jitted_with
 from jaxpar.tools.timeline.timeline import of_arrays
+from jaxpar.tools.toolkit_api import gathered_by, jitted_like, jitted_with
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jaxpar
 from jaxpar.schedule import Event, Floor, Memory, Timeline
-from jaxpar.tools.private_names import write_text
+from jaxpar.tools.toolkit_api import write_text
 
 NOTE = (
     "Predicted, not measured: the compiler's schedule is simulated on a model of the chip. In the "

@@ -11,9 +11,9 @@ from jaxpar.tools.accuracy.validate import TITLES, Held, table, validate
 from jaxpar.tools.cli.console import UsageError, open_console, print_error, progress, require_extra
 from jaxpar.tools.cli.shared_options import require_reportable
 from jaxpar.tools.cli.workers import answer, compilers, converse
-from jaxpar.tools.private_names import install_command, write_text
 from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import TPUS
+from jaxpar.tools.toolkit_api import install_command, write_text
 
 NOTE = (
     "Errors are predicted / measured - 1. Median and worst are over rows that no constant was "

@@ -23,8 +23,8 @@ from jaxpar.tools.cli.predict_results import (
     header,
     notes,
 )
-from jaxpar.tools.explain.explained import at_least
-from jaxpar.tools.private_names import write_text, written
+from jaxpar.tools.explain.explanation_text import at_least
+from jaxpar.tools.toolkit_api import write_text, written
 
 _COLUMNS = [
     Column("", 16, left=True),

@@ -17,9 +17,9 @@ from jaxpar.tools.cli.predict_results import Facts, Failure, Prediction, Request
 from jaxpar.tools.cli.shared_options import mesh_error, parse_ring
 from jaxpar.tools.cli.workers import answer, first_line, one_line
 from jaxpar.tools.explain.pipelines import pipeline_lines
-from jaxpar.tools.private_names import jitted_with, stays_within_a_slice, versions, why_not_closed
 from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import unknown_network
+from jaxpar.tools.toolkit_api import jitted_with, stays_within_a_slice, versions, why_not_closed
 
 Record = dict[str, Any]  # one entry: what it is, and the thing itself
 

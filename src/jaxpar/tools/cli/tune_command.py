@@ -30,7 +30,7 @@ from jaxpar.tools.cli.shared_options import (
 from jaxpar.tools.cli.tune_search import SAME, TriedWay
 from jaxpar.tools.cli.tune_worker import HERE
 from jaxpar.tools.cli.workers import COMPILING, converse
-from jaxpar.tools.private_names import AUTO, NAMED
+from jaxpar.tools.toolkit_api import AUTO, NAMED
 
 DESCRIPTION = """\
 Tries the algorithms at each call site of jaxpar with mode="auto". It changes one call site and one

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from jaxpar.tools.cli.workers import one_line
-from jaxpar.tools.private_names import AUTO, MODES, Asked, Choices
+from jaxpar.tools.toolkit_api import AUTO, MODES, Asked, Choices
 
 SAME = "the same program"  # the begin of notes on programs that need no timing
 

@@ -20,9 +20,9 @@ from jaxpar.tools.cli.predict_worker import COMPILER_PACKAGES, target_of, where
 from jaxpar.tools.cli.shared_options import mesh_error
 from jaxpar.tools.cli.tune_search import Candidate, Record, TriedWay, search
 from jaxpar.tools.cli.workers import answer, start_jax
-from jaxpar.tools.private_names import Asked, Choices, Trial, jitted_with, trying, versions
 from jaxpar.tools.timeline.frameworks import traced_by_jax
 from jaxpar.tools.timeline.target import HERE
+from jaxpar.tools.toolkit_api import Asked, Choices, Trial, jitted_with, trying, versions
 
 # A way must save at least this share of the time, predicted or timed, to replace another.
 LEAST_PREDICTED = 0.001

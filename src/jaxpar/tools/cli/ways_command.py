@@ -13,7 +13,7 @@ from jaxpar.tools.cli.shared_options import (
     require_folders,
 )
 from jaxpar.tools.cli.workers import COMPILING, converse
-from jaxpar.tools.private_names import write_text
+from jaxpar.tools.toolkit_api import write_text
 
 DESCRIPTION = """\
 Shows the algorithms of mode="auto" at each call site of a program: the predicted time of each, the

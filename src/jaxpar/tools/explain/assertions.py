@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxpar.schedule import ExposedCollective, Finding, Target, compile_for, explain, timeline
 from jaxpar.schedule import target as describe
-from jaxpar.tools.explain.explained import place_of, title_of
+from jaxpar.tools.explain.explanation_text import place_of, title_of
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.memory import live_at_peak
-from jaxpar.tools.private_names import MeshAxes, Number, readable
-from jaxpar.tools.private_names import size_text as size
+from jaxpar.tools.toolkit_api import MeshAxes, Number, readable
+from jaxpar.tools.toolkit_api import size_text as size
 
 _WORST = 3  # findings in a text
 _RESHARDS = ("all-gather", "all-to-all", "collective-permute")

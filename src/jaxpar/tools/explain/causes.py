@@ -11,12 +11,12 @@ from itertools import chain
 
 from jaxpar.mesh import ring_hops
 from jaxpar.tools.explain.exposed import BEHIND, THE_END, ExposedCollective
-from jaxpar.tools.explain.in_vain import SentInVain
+from jaxpar.tools.explain.needless_transfers import SentInVain
 from jaxpar.tools.explain.overheads import Overhead
 from jaxpar.tools.explain.verdict import Verdict
-from jaxpar.tools.private_names import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
-from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.timeline.links import BETWEEN_SLICES
+from jaxpar.tools.toolkit_api import WHOLE_MATMULS, compiler_of, on_torus, slice_of, us
+from jaxpar.tools.toolkit_api import size_text as size
 
 _BESIDE_MATMULS = ("all-gather", "all-reduce", "reduce-scatter")  # jaxpar has forms of these
 _HALF = 0.5

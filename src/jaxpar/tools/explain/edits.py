@@ -27,7 +27,10 @@ from jaxpar.tools.explain.program_arguments import ProgramArguments, as_namesake
 from jaxpar.tools.explain.repeats import hoisted, kept
 from jaxpar.tools.explain.resharded import Resharded, Reshardings
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.sources import Line, line_of
+from jaxpar.tools.timeline.frameworks import donated_by, traced_for
+from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for, replayed
+from jaxpar.tools.toolkit_api import (
     WHOLE_MATMULS,
     Mode,
     enclosing,
@@ -35,10 +38,7 @@ from jaxpar.tools.private_names import (
     subjaxprs,
     trying,
 )
-from jaxpar.tools.private_names import Trial as Ways
-from jaxpar.tools.program.sources import Line, line_of
-from jaxpar.tools.timeline.frameworks import donated_by, traced_for
-from jaxpar.tools.timeline.timeline import CompiledProgram, compile_for, replayed
+from jaxpar.tools.toolkit_api import Trial as Ways
 
 MOST_ORDERS = 120  # orders of a mesh's axes: all orders of five axes
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")

@@ -11,20 +11,20 @@ from math import inf
 from typing import Any, NamedTuple
 
 from jaxpar.tools.explain.causes import Rules
+from jaxpar.tools.explain.compare_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.explain.edits import Edit, Edits
-from jaxpar.tools.explain.explained import WORTH, record_of, text_of
+from jaxpar.tools.explain.explanation_text import WORTH, record_of, text_of
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
-from jaxpar.tools.explain.measured_instructions import MeasuredInstruction, instructions_of
 from jaxpar.tools.explain.memory import LiveArray, live_at_peak
 from jaxpar.tools.explain.overheads import Overhead, overheads
 from jaxpar.tools.explain.trials import Budget, Trials, TriedEdit
 from jaxpar.tools.explain.verdict import CAUSES, Cause, Verdict
 from jaxpar.tools.explain.windowed import WindowedEinsums, windowed_einsums
-from jaxpar.tools.private_names import naming, readable, type_error, value_error
 from jaxpar.tools.program.sources import Sources, counted_as_own
 from jaxpar.tools.timeline.floor import Floor, program_floor
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, timeline
+from jaxpar.tools.toolkit_api import naming, readable, type_error, value_error
 
 LEAST = 0.005  # of the step: a shorter wait has no finding
 FASTER = 0.995  # of the step's time: an edit must make it shorter than this

@@ -10,16 +10,16 @@ from functools import cached_property
 from typing import Any
 
 from jaxpar.tools.explain.disguises import Disguise, Disguises
-from jaxpar.tools.private_names import NO_FIGURES, readable
 from jaxpar.tools.program.operations import Collective, Control, Operation, Schedule
 from jaxpar.tools.program.sources import Line, chain_text, own_line, scopes_of, shown
 from jaxpar.tools.program.values import reached
-from jaxpar.tools.timeline.charges import Charged, Charges
 from jaxpar.tools.timeline.event import Event
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.origins import Origins
+from jaxpar.tools.timeline.queueing import Charged, Charges
 from jaxpar.tools.timeline.target import figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline
+from jaxpar.tools.toolkit_api import NO_FIGURES, readable
 
 THE_END = "the end of the step"
 BEHIND = "the wait for "  # a transfer that queues behind on the same links

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.tools.explain.rewrite import Handler
-from jaxpar.tools.private_names import LAX_NAMES, Mode, type_of
 from jaxpar.tools.program.sources import Line, line_of
+from jaxpar.tools.toolkit_api import LAX_NAMES, Mode, type_of
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.tools.explain.exposed import Exposures
-from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.costs import collective_in
 from jaxpar.tools.program.hlo import Computation, Instruction
 from jaxpar.tools.program.sources import Line, primitive_of
+from jaxpar.tools.toolkit_api import readable
 
 # Results that share their operands' memory.
 _SAME = {

@@ -9,8 +9,8 @@ from jax import lax
 from jax.extend import core
 
 from jaxpar.tools.explain.rewrite import Handler
-from jaxpar.tools.private_names import type_of
 from jaxpar.tools.program.sources import Line, line_of
+from jaxpar.tools.toolkit_api import type_of
 
 
 def narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:

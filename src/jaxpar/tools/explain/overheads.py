@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from jaxpar.tools.explain.exposed import Exposures
 from jaxpar.tools.explain.windowed import WindowedEinsums
-from jaxpar.tools.private_names import readable
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.sources import Line, own_line, phase_of, scopes_of, shown
+from jaxpar.tools.toolkit_api import readable
 
 Overheads = Literal[
     "copies",

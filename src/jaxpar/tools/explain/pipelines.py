@@ -2,10 +2,10 @@
 
 from math import floor
 
-from jaxpar.tools.private_names import us
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target
 from jaxpar.tools.timeline.timeline import Timeline
+from jaxpar.tools.toolkit_api import us
 
 _MOST = 4  # places that are named
 _NEAR = 0.01  # of the longest time: a smaller difference is not said

@@ -12,9 +12,9 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.tools.private_names import is_array, subjaxprs, value_error, without_numbers
 from jaxpar.tools.program.sources import scopes_of
 from jaxpar.tools.timeline.timeline import CompiledProgram
+from jaxpar.tools.toolkit_api import is_array, subjaxprs, value_error, without_numbers
 
 
 class ProgramArguments:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, evaluated
-from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, type_of, varying_axes
+from jaxpar.tools.toolkit_api import COLLECTIVES, LAX_NAMES, type_of, varying_axes
 
 
 def hoisted(jaxpr: core.Jaxpr) -> dict[int, Handler]:

@@ -20,7 +20,7 @@ from jaxpar.layout import ArrayLayout, Layout, LayoutMap
 from jaxpar.tools.explain.program_arguments import ProgramArguments, spec_of, spec_text
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.rule_candidates import Data, Members, RuleCandidate, exchanges
-from jaxpar.tools.private_names import PaddedDim, axes_by_dim, size_of, without_numbers
+from jaxpar.tools.toolkit_api import PaddedDim, axes_by_dim, size_of, without_numbers
 
 
 @dataclass(frozen=True)

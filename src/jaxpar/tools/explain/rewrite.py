@@ -14,8 +14,8 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.timeline.frameworks import donated_inside
+from jaxpar.tools.toolkit_api import manual_axes, subjaxprs
 
 # Computes the results of an equation from its operands. An operand may be a stand-in that the
 # handler of an earlier equation returned.

@@ -15,9 +15,9 @@ import jax
 
 from jaxpar.tools.explain.edits import Edit
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
-from jaxpar.tools.private_names import readable
 from jaxpar.tools.timeline.player import Assumptions
 from jaxpar.tools.timeline.timeline import CompiledProgram, timeline
+from jaxpar.tools.toolkit_api import readable
 
 
 @readable

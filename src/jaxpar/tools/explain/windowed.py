@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from jax.extend import core
 
 from jaxpar.tools.explain.exposed import Exposures
-from jaxpar.tools.private_names import subjaxprs
 from jaxpar.tools.program.sources import Line, line_of, own_line, primitive_of
+from jaxpar.tools.toolkit_api import subjaxprs
 
 _MATMULS = ("dot_general", "conv_general_dilated")
 _PIECES = ("dot", "convolution")

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpar.tools.guard.guarded_programs import first_difference
 from jaxpar.tools.guard.state import BEAT, MAKING, SILENT, KnownProcess, ProcessState
-from jaxpar.tools.private_names import (
+from jaxpar.tools.toolkit_api import (
     jax_ends,
     patience,
     processes_text,

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxpar.tools.guard.call import GuardedCall
 from jaxpar.tools.guard.guarded_programs import TracedProgram, program_of, traced
 from jaxpar.tools.guard.watch import watch
-from jaxpar.tools.private_names import (
+from jaxpar.tools.toolkit_api import (
     Integer,
     Number,
     check_number,

@@ -14,11 +14,11 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, size_text, subjaxprs
 from jaxpar.tools.program.mesh_axes import axes_of
 from jaxpar.tools.program.operations import Collective, Conditional, Control, Loop, Schedule, read
 from jaxpar.tools.program.sources import Line, Sources, line_of, own_line
 from jaxpar.tools.timeline.frameworks import traced_by_jax
+from jaxpar.tools.toolkit_api import COLLECTIVES, LAX_NAMES, size_text, subjaxprs
 
 _BRANCHING = ("cond", "while")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.tools.guard.guarded_programs import place_in
 from jaxpar.tools.guard.state import SILENT, absent
-from jaxpar.tools.private_names import processes_text
+from jaxpar.tools.toolkit_api import processes_text
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -24,7 +24,8 @@ from jaxpar.tools.guard.call import GuardedCall
 from jaxpar.tools.guard.guarded_programs import TracedProgram
 from jaxpar.tools.guard.report import report
 from jaxpar.tools.guard.state import BEAT, ProcessState
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.sources import Line, own_line
+from jaxpar.tools.toolkit_api import (
     arrange,
     board_address,
     board_listener,
@@ -37,7 +38,6 @@ from jaxpar.tools.private_names import (
     value_error,
     write_message,
 )
-from jaxpar.tools.program.sources import Line, own_line
 
 HASTE = 0.02  # seconds between reports while the process waits
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

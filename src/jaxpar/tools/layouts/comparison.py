@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxpar.layout import Layout, LayoutError, LayoutMap, data_parallel, fully_sharded
 from jaxpar.schedule import Target
-from jaxpar.tools.private_names import AnyMesh, filling, is_array, size_text
 from jaxpar.tools.timeline.timeline import of_arrays
+from jaxpar.tools.toolkit_api import AnyMesh, filling, is_array, size_text
 
 
 @dataclass(frozen=True)

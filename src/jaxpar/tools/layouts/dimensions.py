@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxpar.tools.layouts.classes import Made, Tokens
 from jaxpar.tools.layouts.dim_follower import DimFollower
-from jaxpar.tools.private_names import arrays_of, filling, is_array
+from jaxpar.tools.toolkit_api import arrays_of, filling, is_array
 
 Classes = tuple[int, ...]  # one for each dimension of an array
 

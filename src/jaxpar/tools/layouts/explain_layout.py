@@ -23,7 +23,10 @@ from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.layout_costs import Cost, LayoutCosts, TriedRule
 from jaxpar.tools.layouts.owners import Owners
 from jaxpar.tools.layouts.rule_candidates import RuleCandidate, candidates, shapes_of
-from jaxpar.tools.private_names import (
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.queueing import Charges
+from jaxpar.tools.timeline.target import figures_of
+from jaxpar.tools.toolkit_api import (
     Shaped,
     array_like,
     arrays_of,
@@ -33,9 +36,6 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
-from jaxpar.tools.timeline.charges import Charges
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.target import figures_of
 
 
 @dataclass(frozen=True)

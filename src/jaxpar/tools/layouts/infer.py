@@ -14,7 +14,7 @@ from jaxpar.layout import LayoutMap, data_parallel
 from jaxpar.tools.layouts.comparison import Compared, compare, others
 from jaxpar.tools.layouts.layout_costs import FASTER
 from jaxpar.tools.layouts.traced_dims import TracedDims
-from jaxpar.tools.private_names import (
+from jaxpar.tools.toolkit_api import (
     AnyMesh,
     Dims,
     Entry,

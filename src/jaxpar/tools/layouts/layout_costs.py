@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.schedule import CompiledProgram, Target, Timeline
 from jaxpar.tools.layouts.owners import What
 from jaxpar.tools.layouts.rule_candidates import Cause
-from jaxpar.tools.private_names import axes_by_dim, readable, size_text
+from jaxpar.tools.toolkit_api import axes_by_dim, readable, size_text
 
 if TYPE_CHECKING:
     from jaxpar.layout import Layout

@@ -168,7 +168,7 @@ class Steps(Classes):
 
     def bytes_of(self, atom: Any) -> float:
         """Returns the bytes in all iterations of loops."""
-        from jaxpar.tools.private_names import bytes_of
+        from jaxpar.tools.toolkit_api import bytes_of
 
         return self.times * bytes_of(atom.aval.shape, atom.aval.dtype)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.layout import ArrayLayout, Layout
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.private_names import PaddedDim, axes_by_dim, is_array, size_of
+from jaxpar.tools.toolkit_api import PaddedDim, axes_by_dim, is_array, size_of
 
 Axes = frozenset[str]
 Cause = Literal["features of what is looked up", "at odds"] | None

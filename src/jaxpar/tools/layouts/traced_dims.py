@@ -11,7 +11,7 @@ from typing import Any
 from jaxpar.layout import LayoutMap
 from jaxpar.tools.layouts.classes import Cut
 from jaxpar.tools.layouts.dimensions import Dimensions
-from jaxpar.tools.private_names import (
+from jaxpar.tools.toolkit_api import (
     AnyMesh,
     Dims,
     Entry,

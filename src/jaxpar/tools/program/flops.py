@@ -7,10 +7,10 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxpar.tools.private_names import manual_axes, subjaxprs
 from jaxpar.tools.program.constants import Known, bodies, learned, opened
 from jaxpar.tools.program.costs import Kernels, Shapes
 from jaxpar.tools.program.kernels import KERNELS, PRODUCTS, Kernel, dot_flops, kernel_of
+from jaxpar.tools.toolkit_api import manual_axes, subjaxprs
 
 Results = Sequence[core.Var | core.Literal]
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jaxpar.tools.private_names import on_torus, slice_of
 from jaxpar.tools.program.costs import Message
+from jaxpar.tools.toolkit_api import on_torus, slice_of
 
 Pairs = tuple[tuple[int, int], ...]
 Groups = Sequence[Sequence[int]]

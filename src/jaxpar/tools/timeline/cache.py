@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.private_names import versions, written
 from jaxpar.tools.timeline.target import Target
+from jaxpar.tools.toolkit_api import versions, written
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 MOST_BYTES = 2**30  # of all files in a folder; the last used stay

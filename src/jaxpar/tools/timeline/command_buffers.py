@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from jaxpar.tools.program.operations import Control, Done, Free, Operation, Schedule
-from jaxpar.tools.timeline.planes import Ran
+from jaxpar.tools.timeline.trace_events import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.private_names import Gpu, platforms
+from jaxpar.tools.toolkit_api import Gpu, platforms
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 

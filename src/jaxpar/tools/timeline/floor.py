@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.tools.private_names import AxisLike, Chip, axis_names, naming, readable, value_error
 from jaxpar.tools.timeline.links import Links
 from jaxpar.tools.timeline.target import Target, figures_of
 from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, compile_for, timeline
+from jaxpar.tools.toolkit_api import AxisLike, Chip, axis_names, naming, readable, value_error
 
 
 @readable

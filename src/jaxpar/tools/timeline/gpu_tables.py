@@ -18,9 +18,9 @@ from math import exp, log, prod
 from pathlib import Path
 from typing import Any
 
-from jaxpar.tools.private_names import Chip, Gpu, platform_of, platforms
 from jaxpar.tools.program.protobuf import fields_of, number_at, numbers_of
 from jaxpar.tools.timeline.gpu_times import PublicProducts, Series, never_falling
+from jaxpar.tools.toolkit_api import Chip, Gpu, platform_of, platforms
 
 _HEAD = b"# proto-message: xla.GemmPerfTable"
 _SHAPE = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{.*\})+)")

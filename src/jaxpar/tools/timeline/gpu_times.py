@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxpar.tools.private_names import Gpu, platform_of
+from jaxpar.tools.toolkit_api import Gpu, platform_of
 
 LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next one is twice as large
 

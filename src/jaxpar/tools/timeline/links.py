@@ -11,7 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.costs import Message
+from jaxpar.tools.program.mesh_axes import Groups, Pairs, in_mesh, lane_of, lane_of_groups
+from jaxpar.tools.timeline.event import Event
+from jaxpar.tools.timeline.gpu_tables import kind_of_permute
+from jaxpar.tools.timeline.target import measured_of
+from jaxpar.tools.toolkit_api import (
     ADDED,
     PERMUTE_STARTS,
     Chip,
@@ -20,11 +25,6 @@ from jaxpar.tools.private_names import (
     platform_of,
     slice_of,
 )
-from jaxpar.tools.program.costs import Message
-from jaxpar.tools.program.mesh_axes import Groups, Pairs, in_mesh, lane_of, lane_of_groups
-from jaxpar.tools.timeline.event import Event
-from jaxpar.tools.timeline.gpu_tables import kind_of_permute
-from jaxpar.tools.timeline.target import measured_of
 
 RACK = 72  # GPUs that one switch joins across hosts
 OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from jaxpar.tools.private_names import COLLECTIVES, LAX_NAMES, subjaxprs
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.operations import Control, Loop, Schedule
 from jaxpar.tools.program.sources import (
@@ -21,6 +20,7 @@ from jaxpar.tools.program.sources import (
 )
 from jaxpar.tools.program.values import Value, Values, reached
 from jaxpar.tools.timeline.timeline import CompiledProgram
+from jaxpar.tools.toolkit_api import COLLECTIVES, LAX_NAMES, subjaxprs
 
 _NEAREST = 3  # frames in the text of an instruction
 _HALVES = re.compile("_(start|done)$")  # of a collective that the program starts itself

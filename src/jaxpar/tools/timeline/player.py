@@ -8,7 +8,6 @@ from math import inf, prod
 
 import numpy as np
 
-from jaxpar.tools.private_names import REACHED
 from jaxpar.tools.program.costs import Demand, Matmul
 from jaxpar.tools.program.operations import (
     Call,
@@ -22,9 +21,10 @@ from jaxpar.tools.program.operations import (
     Schedule,
 )
 from jaxpar.tools.timeline.event import Event, idle_share
+from jaxpar.tools.timeline.in_flight import UnderWay
 from jaxpar.tools.timeline.links import Links, Transfer
 from jaxpar.tools.timeline.target import measured_of
-from jaxpar.tools.timeline.under_way import UnderWay
+from jaxpar.tools.toolkit_api import REACHED
 
 Rows = int | float | None
 

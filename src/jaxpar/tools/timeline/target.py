@@ -18,7 +18,16 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.mesh import make_mesh
-from jaxpar.tools.private_names import (
+from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
+from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, published, tables_of
+from jaxpar.tools.timeline.gpu_times import (
+    collectives,
+    gpu_of,
+    installed_nccl,
+    nearest_version,
+    products,
+)
+from jaxpar.tools.toolkit_api import (
     Chip,
     Gpu,
     MeshAxes,
@@ -32,15 +41,6 @@ from jaxpar.tools.private_names import (
     slice_of,
     value_error,
     with_measured_links,
-)
-from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
-from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, published, tables_of
-from jaxpar.tools.timeline.gpu_times import (
-    collectives,
-    gpu_of,
-    installed_nccl,
-    nearest_version,
-    products,
 )
 
 HERE = "here"  # a name for the devices at hand

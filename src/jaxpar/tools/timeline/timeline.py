@@ -17,7 +17,17 @@ from jax.extend import core
 
 from jaxpar import compiled_with
 from jaxpar import compiler_options as options_of
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.literals import text_of
+from jaxpar.tools.program.mesh_axes import places_of_slices
+from jaxpar.tools.program.operations import Module, read
+from jaxpar.tools.timeline.cache import keep, kept, key_of
+from jaxpar.tools.timeline.event import Event, idle_share
+from jaxpar.tools.timeline.frameworks import donated_by, donated_inside, traced_for
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.per_device import Places
+from jaxpar.tools.timeline.player import Assumptions, Player
+from jaxpar.tools.timeline.target import LONG, Target, figures_of, measured_of, under_load
+from jaxpar.tools.toolkit_api import (
     Chip,
     is_array,
     jitted_with,
@@ -26,16 +36,6 @@ from jaxpar.tools.private_names import (
     readable,
     value_error,
 )
-from jaxpar.tools.program.literals import text_of
-from jaxpar.tools.program.mesh_axes import places_of_slices
-from jaxpar.tools.program.operations import Module, read
-from jaxpar.tools.timeline.cache import keep, kept, key_of
-from jaxpar.tools.timeline.event import Event, idle_share
-from jaxpar.tools.timeline.frameworks import donated_by, donated_inside, traced_for
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.places import Places
-from jaxpar.tools.timeline.player import Assumptions, Player
-from jaxpar.tools.timeline.target import LONG, Target, figures_of, measured_of, under_load
 
 _FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
 _ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for one transfer

@@ -9,7 +9,13 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.operations import Control, Free, Operation
+from jaxpar.tools.timeline.command_buffers import with_instructions
+from jaxpar.tools.timeline.links import Links
+from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
+from jaxpar.tools.timeline.trace_events import Device, Ran, apart, known_devices
+from jaxpar.tools.timeline.trace_to_timeline import Measured
+from jaxpar.tools.toolkit_api import (
     NO_FIGURES,
     local_path,
     naming,
@@ -18,12 +24,6 @@ from jaxpar.tools.private_names import (
     type_error,
     value_error,
 )
-from jaxpar.tools.program.operations import Control, Free, Operation
-from jaxpar.tools.timeline.command_buffers import with_instructions
-from jaxpar.tools.timeline.links import Links
-from jaxpar.tools.timeline.measured import Measured
-from jaxpar.tools.timeline.planes import Device, Ran, apart, known_devices
-from jaxpar.tools.timeline.timeline import CompiledProgram, Timeline, covered
 
 Run = tuple[float, float, list[Ran]]  # start and end in nanoseconds, what ran
 

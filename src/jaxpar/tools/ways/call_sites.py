@@ -12,7 +12,11 @@ from typing import Any
 import jax
 
 from jaxpar.tools.accuracy.interval import LARGE, SENTENCE, KindOfWork, interval_of, text_of
-from jaxpar.tools.private_names import (
+from jaxpar.tools.program.sources import Line, own_line
+from jaxpar.tools.timeline.frameworks import traced_for
+from jaxpar.tools.timeline.target import Target
+from jaxpar.tools.timeline.timeline import of_arrays
+from jaxpar.tools.toolkit_api import (
     AUTO,
     IN_TURNS,
     Chip,
@@ -30,10 +34,6 @@ from jaxpar.tools.private_names import (
     type_error,
     us,
 )
-from jaxpar.tools.program.sources import Line, own_line
-from jaxpar.tools.timeline.frameworks import traced_for
-from jaxpar.tools.timeline.target import Target
-from jaxpar.tools.timeline.timeline import of_arrays
 
 TITLES = ("", "algorithm", "time", "both passes", "error", "out because")
 NOTES = (

@@ -23,9 +23,9 @@ from jaxpar.tools.program.operations import (
     Operation,
 )
 from jaxpar.tools.timeline.event import Event, Kind
+from jaxpar.tools.timeline.in_flight import Open, UnderWay
 from jaxpar.tools.timeline.links import Links, Transfer
-from jaxpar.tools.timeline.planes import Ran
-from jaxpar.tools.timeline.under_way import Open, UnderWay
+from jaxpar.tools.timeline.trace_events import Ran
 
 # Names of collectives in HLO, JAX and NCCL. In order: `psum-scatter` begins with `psum`.
 _NAMES = {

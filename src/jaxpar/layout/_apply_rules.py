@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.arguments.calls import naming
 from jaxpar.arguments.types import AnyMesh
-from jaxpar.arguments.units import bytes_of, size_text
+from jaxpar.arguments.unit_text import bytes_of, size_text
 from jaxpar.axis.padding import PaddedDim
 from jaxpar.layout._array_layout import ArrayLayout
 from jaxpar.layout._layout_error import LayoutProblem, shape_text

@@ -10,16 +10,16 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.tools.accuracy.interval import SENTENCE, lines_of, texts_of
-from jaxpar.tools.explain.measured_instructions import side_by_side
+from jaxpar.tools.explain.compare_instructions import side_by_side
 from jaxpar.tools.explain.pipelines import pipeline_lines
-from jaxpar.tools.private_names import size_text as size
-from jaxpar.tools.private_names import us
 from jaxpar.tools.program.sources import Line, chain_text
+from jaxpar.tools.toolkit_api import size_text as size
+from jaxpar.tools.toolkit_api import us
 
 if TYPE_CHECKING:
+    from jaxpar.tools.explain.compare_instructions import MeasuredInstruction
     from jaxpar.tools.explain.explain import Explanation, Finding
     from jaxpar.tools.explain.exposed import ExposedCollective
-    from jaxpar.tools.explain.measured_instructions import MeasuredInstruction
     from jaxpar.tools.explain.overheads import Overhead
     from jaxpar.tools.timeline.timeline import Timeline
 

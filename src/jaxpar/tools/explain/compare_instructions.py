@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.tools.explain.exposed import Exposures
-from jaxpar.tools.private_names import readable, us
 from jaxpar.tools.program.sources import Line, own_line
 from jaxpar.tools.timeline.event import Event, Kind
 from jaxpar.tools.timeline.timeline import Timeline
+from jaxpar.tools.toolkit_api import readable, us
 
 Record = Mapping[str, Any]  # of an explanation
 Cells = tuple[str, str, str, str]  # predicted, measured, ratio, name

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from jax import lax
 
 from jaxpar.platforms.chips import fitted_to
+from jaxpar.ring.cuts import Block, Whole, even_cuts, join_dims, split_dim, unwritten
 from jaxpar.ring.naive import Naive, sent_time
-from jaxpar.ring.parts import Block, Whole, even_cuts, join_dims, split_dim, unwritten
 from jaxpar.ring.seconds import (
     SCATTERED_SHARE,
     Flow,

@@ -8,9 +8,9 @@ from itertools import chain
 from jaxpar.tools.explain.edits import Edits
 from jaxpar.tools.explain.exposed import ExposedCollective, Exposures
 from jaxpar.tools.explain.verdict import Verdict
-from jaxpar.tools.private_names import size_text as size
 from jaxpar.tools.program.hlo import Instruction
 from jaxpar.tools.program.values import Value
+from jaxpar.tools.toolkit_api import size_text as size
 
 _FEW = 1024  # bytes; less is the sum of a loss or the like, which has no sharding
 

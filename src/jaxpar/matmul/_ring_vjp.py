@@ -51,7 +51,7 @@ def gather_underived(
         return gather_blocks(method, products, left, rights, None)[0]
 
     def across(chunks: int) -> tuple[Num[Array, "..."], ...]:
-        from jaxpar.matmul._across import gather_across
+        from jaxpar.matmul._chunked_other_dim import gather_across
 
         run = gather_underived
         return gather_across(run, method, chunks, products, left, rights) or in_blocks()
@@ -108,7 +108,7 @@ def scatter_beside(
     pairs: tuple[tuple[Array, Array], ...],
 ) -> tuple[Out, Any]:
     def across(chunks: int) -> tuple[Out, Any]:
-        from jaxpar.matmul._across import scatter_across
+        from jaxpar.matmul._chunked_other_dim import scatter_across
         from jaxpar.ring.tasks import at_once
 
         sums = scatter_across(_scatter, method, chunks, products, pairs)

@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Int
 
 from jaxpar.arguments.calls import value_error
-from jaxpar.axis.walk import Place, Walk, moved_on
-from jaxpar.mesh.torus_split import split_torus
+from jaxpar.axis.ring_order import Place, Walk, moved_on
+from jaxpar.mesh.disjoint_rings import split_torus
 
 
 class Cycle(Walk):

@@ -12,20 +12,20 @@ from jax import Array
 
 from jaxpar.arguments.types import Leaf
 from jaxpar.axis.quantized import Quantized
-from jaxpar.axis.walk import Index
+from jaxpar.axis.ring_order import Index
 from jaxpar.compiler.derivatives import as_residuals, with_derivative
 from jaxpar.matmul._arrivals import take_partners, use_arrivals
-from jaxpar.matmul._primitive import (
+from jaxpar.matmul._product import Left, Product, gradients_of_gather
+from jaxpar.matmul._ring_einsum import RingEinsum
+from jaxpar.matmul._ring_vjp import (
     as_of,
     gather_blocks,
     gather_underived,
     gradients,
     scatter_beside,
 )
-from jaxpar.matmul._product import Left, Product, gradients_of_gather
-from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.platforms.chips import traced_chip
-from jaxpar.ring.parts import Span, even_cuts
+from jaxpar.ring.cuts import Span, even_cuts
 from jaxpar.ring.scales import Scales
 from jaxpar.ring.seconds import KEPT_JOINED, KEPT_TOGETHER
 from jaxpar.ring.tasks import Task, at_once

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.axis.padding import PaddedDim
+from jaxpar.layout._apply_rules import Shaped, fit, replicated, shapes_in, unused_rules
 from jaxpar.layout._array_layout import ArrayLayout
-from jaxpar.layout._fit import Shaped, fit, replicated, shapes_in, unused_rules
 from jaxpar.layout._layout_error import LayoutProblem, refuse
 from jaxpar.layout._paths import key_of
 

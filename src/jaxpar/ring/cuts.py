@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Shaped
 
-from jaxpar.axis.varying import vary_over, varying_axes
+from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.compiler.compat import empty_like_blocks
 
 Block = Shaped[Array, "*block"]  # one device's part of an array

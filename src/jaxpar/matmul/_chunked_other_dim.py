@@ -14,8 +14,8 @@ from jaxpar.matmul._arrivals import cut_operand
 from jaxpar.matmul._product import Left, Out, Product, partial_dtype, sizes_of
 from jaxpar.matmul._ring_einsum import RingEinsum
 from jaxpar.matmul._work import flow_of
+from jaxpar.ring.cuts import Span, even_cuts
 from jaxpar.ring.naive import Naive
-from jaxpar.ring.parts import Span, even_cuts
 from jaxpar.ring.seconds import FlowKind
 
 
