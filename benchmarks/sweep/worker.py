@@ -61,10 +61,8 @@ class Compiler:
 def model_of_chips() -> str:
     """A hash of the code that says what an instruction takes: other code, other times."""
     package = Path(jaxpar.__file__).parent
-    files = [package / "mesh" / "chips.py"]
-    files += [
-        f for room in ("program", "timeline") for f in (package / "tools" / room).glob("*.py")
-    ]
+    folders = ("platforms", "platforms/families", "tools/program", "tools/timeline")
+    files = [file for folder in folders for file in (package / folder).glob("*.py")]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
