@@ -61,8 +61,8 @@ def describe() -> Description:
     """Returns the devices, processes and versions of the running program.
 
     Example:
-      >>> found = describe()
-      >>> found.process, found.processes, "psum" in found.collectives
+      >>> description = describe()
+      >>> description.process, description.processes, "psum" in description.collectives
       (0, 1, True)
     """
     local = jax.local_devices()
@@ -88,8 +88,8 @@ def describe() -> Description:
 
 
 def versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    numbers: dict[str, str] = {}
     for name in ("jax", "jaxlib", "jaxpar", "libtpu"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            numbers[name] = version(name)
+    return numbers

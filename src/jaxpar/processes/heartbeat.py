@@ -1,4 +1,4 @@
-"""How long processes wait for a silent one, before JAX ends them all."""
+"""How long processes wait for a silent process, before JAX ends them all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = [100.0]
 def patience() -> float:
     """Returns seconds of silence that are over before JAX ends all processes.
 
-    It does so when the last heartbeat of one is as old as the limit. There are two within that
+    It does so when a process's last heartbeat is as old as the limit. There are two within that
     time, so that up to half of it has passed when a process is stopped.
     """
     return 0.3 * LIMIT[0]

@@ -32,7 +32,7 @@ class _Meeting:
     def open(self, host: str) -> None:
         self.host, self.token = host, secrets.token_hex(16)
         self.listeners = {name: _listening(("", 0)) for name in ("agree", "guard")}
-        self.ports = {name: one.getsockname()[1] for name, one in self.listeners.items()}
+        self.ports = {name: listener.getsockname()[1] for name, listener in self.listeners.items()}
 
     def told(self) -> dict[str, Any]:
         return {"host": self.host, "ports": self.ports, "token": self.token}
@@ -49,14 +49,14 @@ def met() -> bool:
 
 
 def arrange() -> None:
-    # Without a given address, a first collective shares the place to meet.
+    # Without an address, a first collective shares the place to meet.
     told = np.zeros(256, np.uint8)
     if jax.process_index() == 0:
         _meeting.open(socket.getfqdn())
         text = json.dumps(_meeting.told()).encode()
         told[: len(text)] = np.frombuffer(text, np.uint8)
-    found = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
-    _meeting.hear(json.loads(found))
+    payload = np.asarray(multihost_utils.broadcast_one_to_all(told)).tobytes().rstrip(b"\0")
+    _meeting.hear(json.loads(payload))
 
 
 def board_listener() -> socket.socket:
@@ -113,7 +113,7 @@ def _say_here(address: tuple[str, int], rank: int, seconds: float) -> None:
 
 
 def compare(texts: dict[str, list[str]], seconds: float) -> None:
-    """Raises in all processes if one's text differs."""
+    """Raises in all processes if a process's text differs."""
     if not met():
         arrange()
     if jax.process_index() == 0:
@@ -125,7 +125,7 @@ def compare(texts: dict[str, list[str]], seconds: float) -> None:
 
 def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
     # Process 0 compares digests, and asks only for a text that differs.
-    own = {name: _digest(lines) for name, lines in texts.items()}
+    ours = {name: _digest(lines) for name, lines in texts.items()}
     others = set(range(1, jax.process_count()))
     present: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
 
@@ -144,7 +144,7 @@ def _gather_and_compare(texts: dict[str, list[str]], seconds: float) -> None:
     verdict = ""
     for rank, (peer, said) in sorted(present.items()):
         theirs = said["digests"]
-        different = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if different and not verdict:
             name = different[0]
             write_message(peer, {"want": name})
@@ -205,7 +205,7 @@ def _accept(
                 other.close()
             raise TimeoutError(text) from None
         except (ConnectionError, ValueError):
-            continue  # not one of ours
+            continue  # no message of ours
         if known(said) and said.get("rank") in wanted:
             present[said["rank"]] = (peer, said)
         else:

@@ -20,8 +20,8 @@ def read_message(peer: socket.socket) -> dict[str, Any]:
     (size,) = struct.unpack("!Q", _receive(peer, 8))
     if size > 1 << 30:
         raise ConnectionError("no message of ours")
-    found: dict[str, Any] = json.loads(_receive(peer, size))
-    return found
+    message: dict[str, Any] = json.loads(_receive(peer, size))
+    return message
 
 
 def _receive(peer: socket.socket, size: int) -> bytes:

@@ -46,7 +46,7 @@ def initialize(
       process_id: the number of this process, from 0.
       timeout_s: seconds to wait for the others, as `initialization_timeout` in JAX, which is
         taken, too.
-      **more: as for `jax.distributed.initialize`. JAX ends all processes if one is stopped for
+      **more: as for `jax.distributed.initialize`. JAX ends all processes if any is stopped for
         `heartbeat_timeout_seconds`, or half of it: `guard` and `agree` say so before.
 
     Returns:
@@ -64,12 +64,12 @@ def initialize(
       >>> initialize().processes  # alone
       1
     """
-    given = (coordinator_address, num_processes, process_id)
+    placement = (coordinator_address, num_processes, process_id)
     seconds = _seconds(timeout_s, more)
     if jax.distributed.is_initialized():
         _check_same(num_processes, process_id)
         return describe()
-    if all(value is None for value in given):
+    if all(value is None for value in placement):
         method = more.get("cluster_detection_method")
         if method is not None or any(name in os.environ for name in _LAUNCHERS):
             _start(dict(more), seconds)
@@ -80,7 +80,7 @@ def initialize(
                 f"and process_id, or leave out {idle[0]}"
             )
         return describe()
-    if any(value is None for value in given):
+    if any(value is None for value in placement):
         raise value_error(
             "coordinator_address, num_processes and process_id go together, got "
             f"{coordinator_address!r}, {num_processes!r}, {process_id!r}; give all, or none "
@@ -134,9 +134,9 @@ def _host_and_port(name: str, address: Any) -> tuple[str, int]:
 
 def _start(arguments: dict[str, Any], seconds: float) -> None:
     try:
-        given: Any = {"initialization_timeout": max(1, round(seconds)), **arguments}
-        jax.distributed.initialize(**given)
-        heartbeat.LIMIT[0] = given.get("heartbeat_timeout_seconds", heartbeat.LIMIT[0])
+        keywords: Any = {"initialization_timeout": max(1, round(seconds)), **arguments}
+        jax.distributed.initialize(**keywords)
+        heartbeat.LIMIT[0] = keywords.get("heartbeat_timeout_seconds", heartbeat.LIMIT[0])
     except RuntimeError as reason:
         if "before" not in str(reason):
             raise

@@ -203,13 +203,13 @@ def _function(value: Any) -> dict[str, Any] | None:
 
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
-    found: list[Any] = []
+    contents: list[Any] = []
     for cell in function.__closure__ or ():
         try:
-            found.append(cell.cell_contents)
+            contents.append(cell.cell_contents)
         except ValueError:  # still empty
-            found.append("unset")
-    return found
+            contents.append("unset")
+    return contents
 
 
 def _code(code: types.CodeType) -> dict[str, Any]:

@@ -74,13 +74,13 @@ def assert_overlapped(
     if share <= exposed_at_most:
         return
     about = "" if target.platform == "tpu" else "about "  # a roofline
-    found = explain(program, tries=0, findings=_WORST).findings
+    findings = explain(program, tries=0, findings=_WORST).findings
     lines = [
         f"{name}: for {_text(target)} {about}{share:.1%} of {_time(played.total)} is exposed "
         f"communication, more than exposed_at_most={exposed_at_most:.1%}. This is the compiler's "
         f"schedule on a model of the chip ({played.estimate}), not a measurement.",
         "Waited for the longest:",
-        *(line for finding in found for line in _lines(finding)),
+        *(line for finding in findings for line in _lines(finding)),
         _REMEDY,
     ]
     raise AssertionError("\n".join(lines))
@@ -97,10 +97,10 @@ def assert_no_resharding(
     """Asserts that the partitioner moves no array to another sharding.
 
     All-gathers, all-to-alls and permutes that it inserts are refused. Sums are not: a product over
-    a sharded dimension needs one. Arguments and other errors are as for `assert_overlapped`.
+    a sharded dimension needs them. Arguments and other errors are as for `assert_overlapped`.
 
     Raises:
-      AssertionError: there are such moves. The text has each one's line, the array, and its
+      AssertionError: there are such moves. The text has each move's line, the array, and its
         sharding before and after.
 
     Example:
@@ -110,16 +110,16 @@ def assert_no_resharding(
     """
     name = "assert_no_resharding"
     target = _described(name, target, mesh)
-    found = [
+    moves = [
         e
         for e in _sent(fn, target, args, compiler_options).all()
         if e.inserted and e.collective in _RESHARDS
     ]
-    if found:
+    if moves:
         lines = [
             f"{name}: for {_text(target)} the partitioner moves arrays that lie otherwise than "
-            f"they are wanted, in {len(found)} place{'s' * (len(found) > 1)}:",
-            *(f"  {title_of(e)}\n    {place_of(e)}\n    {e.moved}" for e in found),
+            f"they are wanted, in {len(moves)} place{'s' * (len(moves) > 1)}:",
+            *(f"  {title_of(e)}\n    {place_of(e)}\n    {e.moved}" for e in moves),
             "Remedy: give each array where it is made the sharding that is wanted (in_shardings, "
             "with_sharding_constraint), or write the collective, with jax.shard_map.",
         ]
@@ -144,7 +144,7 @@ def assert_collectives(
     Args:
       expected: all collectives. A key is phase (forward, backward or recomputation), collective and
         axes, as in `"forward all-gather over tp"`. A value is the number of runs, or
-        `(runs, bytes)`, with the bytes that one device sends in all runs.
+        `(runs, bytes)`, with the bytes that a device sends in all runs.
 
     Raises:
       AssertionError: the program runs other collectives. The text has expected and found ones, with
@@ -192,7 +192,7 @@ def assert_peak_memory(
     mesh: MeshAxes | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> None:
-    """Asserts how much memory a compiled program needs at most on one device.
+    """Asserts how much memory a compiled program needs at most on a device.
 
     Other arguments and errors are as for `assert_overlapped`.
 
@@ -216,10 +216,10 @@ def assert_peak_memory(
             f"{name}: for {_text(target)} a device needs {peak:_} bytes ({size(peak)}), more than "
             f"at_most={at_most:_} ({size(at_most)}). The largest arrays at the peak:",
             *(
-                f"  {size(one.bytes)} {one.array} {one.what}"
-                + (f" at {one.line}" if one.line else "")
-                + f", {one.phase}"
-                for one in arrays
+                f"  {size(live.bytes)} {live.array} {live.what}"
+                + (f" at {live.line}" if live.line else "")
+                + f", {live.phase}"
+                for live in arrays
             ),
             "Remedy: shard what is large over more axes, donate arguments that results replace, "
             "recompute activations with jax.checkpoint, or cut the batch into microbatches.",

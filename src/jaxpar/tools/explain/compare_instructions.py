@@ -20,7 +20,7 @@ Cells = tuple[str, str, str, str]  # predicted, measured, ratio, name
 @readable
 @dataclass(frozen=True)
 class MeasuredInstruction:
-    """Predicted and measured time of all runs of one instruction in a step.
+    """Predicted and measured time of all runs of an instruction in a step.
 
     Attributes:
       name: the instruction's name.
@@ -52,25 +52,25 @@ def instructions_of(
     exposures: Exposures, predicted: Timeline | None, measured: Timeline
 ) -> tuple[MeasuredInstruction, ...]:
     expected = _seconds(() if predicted is None else predicted.events)
-    found = _seconds(measured.events)
+    in_trace = _seconds(measured.events)
     both = [
         MeasuredInstruction(name, kind, _line(exposures, name), expected.get((name, kind)), seconds)
-        for (name, kind), seconds in found.items()
+        for (name, kind), seconds in in_trace.items()
     ]
     both += [
         MeasuredInstruction(name, kind, _line(exposures, name), seconds, None)
         for (name, kind), seconds in expected.items()
-        if (name, kind) not in found
+        if (name, kind) not in in_trace
     ]
-    longest = sorted(both, key=lambda one: max(one.predicted or 0.0, one.measured or 0.0))
+    longest = sorted(both, key=lambda entry: max(entry.predicted or 0.0, entry.measured or 0.0))
     return tuple(reversed(longest))
 
 
 def _seconds(events: Iterable[Event]) -> dict[tuple[str, Kind], float]:
-    found: dict[tuple[str, Kind], float] = defaultdict(float)
+    seconds: dict[tuple[str, Kind], float] = defaultdict(float)
     for event in events:
-        found[event.name, event.kind] += event.seconds
-    return dict(found)
+        seconds[event.name, event.kind] += event.seconds
+    return dict(seconds)
 
 
 def _line(exposures: Exposures, name: str) -> Line | None:
@@ -85,8 +85,8 @@ def _line(exposures: Exposures, name: str) -> Line | None:
 def side_by_side(record: Record, most: int) -> Iterator[str]:
     for cells in (("predicted", "measured", "ratio", ""), *totals(record)):
         yield _columns(cells)
-    for one in record["instructions"][:most]:
-        yield _columns(side(one))
+    for entry in record["instructions"][:most]:
+        yield _columns(side(entry))
     if (left := len(record["instructions"]) - most) > 0:
         yield f"  and {left} more"
     yield from alone(record)
@@ -108,9 +108,9 @@ def totals(record: Record) -> Iterator[Cells]:
         yield _cells(predicted.get(name), record[name], what)
 
 
-def side(one: Record) -> Cells:
-    line = f", {Line(**one['line'])}" if one["line"] else ""
-    return _cells(one["predicted"], one["measured"], f"{one['kind']} {one['name']}{line}")
+def side(entry: Record) -> Cells:
+    line = f", {Line(**entry['line'])}" if entry["line"] else ""
+    return _cells(entry["predicted"], entry["measured"], f"{entry['kind']} {entry['name']}{line}")
 
 
 def _cells(predicted: float | None, measured: float | None, what: str) -> Cells:
@@ -123,10 +123,10 @@ def _time(seconds: float | None) -> str:
 
 
 def alone(record: Record) -> Iterator[str]:
-    for own, other in (("predicted", "measured"), ("measured", "predicted")):
-        found = [one for one in record["instructions"] if one[other] is None and one[own]]
-        if found and record["predicted"] is not None:
-            seconds = sum(one[own] for one in found)
-            longest = ", ".join(f"{one['kind']} {one['name']}" for one in found[:3])
-            entries = "1 entry" if len(found) == 1 else f"{len(found)} entries"
-            yield f"  only {own}: {entries} of {us(seconds)} together, such as {longest}"
+    for key, other in (("predicted", "measured"), ("measured", "predicted")):
+        rows = [entry for entry in record["instructions"] if entry[other] is None and entry[key]]
+        if rows and record["predicted"] is not None:
+            seconds = sum(entry[key] for entry in rows)
+            longest = ", ".join(f"{entry['kind']} {entry['name']}" for entry in rows[:3])
+            entries = "1 entry" if len(rows) == 1 else f"{len(rows)} entries"
+            yield f"  only {key}: {entries} of {us(seconds)} together, such as {longest}"

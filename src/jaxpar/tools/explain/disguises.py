@@ -48,7 +48,7 @@ class Disguises:
         several = len(collective.operands) > 1
         element = collective.operands.index(largest) if several else None
         kept = self._kept(self.values.value(collective, element))
-        if kept and all(self._is_apart(one.operands[1:], one, groups) for one in kept):
+        if kept and all(self._is_apart(part.operands[1:], part, groups) for part in kept):
             return Disguise("reduce-scatter", kept[0])
         return None
 
@@ -79,7 +79,7 @@ class Disguises:
 
     def _kept(self, value: Value) -> list[Instruction]:
         """Returns slices; empty if anything else uses it."""
-        found: list[Instruction] = []
+        slices: list[Instruction] = []
         level, seen, results = [value], {value}, set(self.values.results())
         while level:
             value = level.pop()
@@ -87,13 +87,13 @@ class Disguises:
                 return []
             for user in self.values.users[value]:
                 if user.kind == "dynamic-slice":
-                    found.append(user.instruction)
+                    slices.append(user.instruction)
                 elif user.kind not in (*_SAME, "parameter", "all-reduce", "async", "call"):
                     return []
                 elif user not in seen:
                     seen.add(user)
                     level.append(user)
-        return found
+        return slices
 
     def _sources(self, value: Value) -> list[Value]:
         return list(dict.fromkeys(x for x in self.values.sources(value) if x != value))
@@ -108,13 +108,13 @@ class Disguises:
         if not prod(sizes.tolist()) or len(starts) != len(sizes):
             return False
         try:
-            found = [self._on_devices(self.values.value(start), ()) for start in starts]
+            places = [self._on_devices(self.values.value(start), ()) for start in starts]
         except (ArithmeticError, LookupError, TypeError, ValueError):
             return False  # unknown, or depends on data
-        lies = np.stack([np.broadcast_to(one, self.devices.shape) for one in found], axis=1)
+        lies = np.stack([np.broadcast_to(place, self.devices.shape) for place in places], axis=1)
         for group in groups:
-            own = lies[list(group)] - lies[group[0]]  # [devices, dims]
-            if (own % sizes).any() or len(np.unique(own // sizes, axis=0)) < len(group):
+            offsets = lies[list(group)] - lies[group[0]]  # [devices, dims]
+            if (offsets % sizes).any() or len(np.unique(offsets // sizes, axis=0)) < len(group):
                 return False
         return len(groups[0]) > 1
 

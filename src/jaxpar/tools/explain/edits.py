@@ -108,8 +108,8 @@ class Edits:
         mesh = self.target.mesh
         best, hops = None, _hops(mesh, axes)
         for order, other in _orders(mesh):
-            if (found := _hops(other, axes)) < hops:
-                best, hops = (order, other), found
+            if (fewer := _hops(other, axes)) < hops:
+                best, hops = (order, other), fewer
         if best is not None:
             order, other = best
             shape = ",".join(f"{name}={mesh.shape[name]}" for name in order)
@@ -120,7 +120,7 @@ class Edits:
             )
 
     def constraints(self) -> Iterator[Edit]:
-        """Drops one line's sharding constraints."""
+        """Drops a line's sharding constraints."""
         places: dict[Line | None, None] = {}
 
         def note(jaxpr: core.Jaxpr) -> dict[int, Handler]:
@@ -148,15 +148,15 @@ class Edits:
     def mended(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
         if self._namesakes and not self._namesakes.specs.keys().isdisjoint(arguments):
             yield self._resharded(self._namesakes)
-        for found in self._at_odds:
-            if not found.axes.isdisjoint(axes):
-                yield self._resharded(found)
+        for resharded in self._at_odds:
+            if not resharded.axes.isdisjoint(axes):
+                yield self._resharded(resharded)
 
     def shardings(self, arguments: Sequence[str], axes: Sequence[str]) -> Iterator[Edit]:
         """Shards other dimensions."""
-        for found in self._reshardings.near(arguments, axes):
-            if not any(found.lies.items() <= known.lies.items() for known in self._at_odds):
-                yield self._resharded(found)
+        for resharded in self._reshardings.near(arguments, axes):
+            if not any(resharded.lies.items() <= known.lies.items() for known in self._at_odds):
+                yield self._resharded(resharded)
 
     def barriers(self) -> Iterator[Edit]:
         """Drops optimization barriers."""
@@ -256,19 +256,19 @@ class Edits:
     @cached_property
     def _namesakes(self) -> Resharded | None:
         leaves, listed = self.arguments.leaves, self.arguments.listed
-        found = as_namesakes({name: x for name, x in leaves.items() if spec_of(x) is not None})
-        specs = {name: spec_of(leaves[like]) or P() for name, like in found.items()}
-        text = f"shard {listed(specs)} like {listed([*found.values()])}"
+        namesakes = as_namesakes({name: x for name, x in leaves.items() if spec_of(x) is not None})
+        specs = {name: spec_of(leaves[like]) or P() for name, like in namesakes.items()}
+        text = f"shard {listed(specs)} like {listed([*namesakes.values()])}"
         return Resharded(specs, text, frozenset(), "") if specs else None
 
     @cached_property
     def _at_odds(self) -> list[Resharded]:
-        found, known = self._reshardings.at_odds, self._namesakes
-        return [one for one in found if known is None or one.lies != known.lies]
+        at_odds, known = self._reshardings.at_odds, self._namesakes
+        return [resharded for resharded in at_odds if known is None or resharded.lies != known.lies]
 
-    def _resharded(self, found: Resharded) -> Edit:
+    def _resharded(self, resharded: Resharded) -> Edit:
         def compiled() -> CompiledProgram:
-            function, args = self.program.function, self.arguments.sharded(found.specs)
+            function, args = self.program.function, self.arguments.sharded(resharded.specs)
             try:
                 return self._compiled(function, args, self.options)
             except ValueError:
@@ -278,7 +278,7 @@ class Edits:
                 function, args = replayed(function, self._stage, args, donated_by(self._stage))
                 return self._compiled(function, args, self.options)
 
-        return Edit(found.text, compiled, found.disagrees)
+        return Edit(resharded.text, compiled, resharded.disagrees)
 
     @cached_property
     def _stage(self) -> Any:

@@ -33,7 +33,7 @@ FASTER = 0.995  # of the step's time: an edit must make it shorter than this
 @readable
 @dataclass(frozen=True)
 class Finding:
-    """Time that one line costs, its cause and an edit.
+    """Time that a line costs, its cause and an edit.
 
     Attributes:
       of: the exposed collectives, a loop's copies, windowed einsums, or recomputed arrays.
@@ -47,8 +47,8 @@ class Finding:
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
-      >>> found.findings[0].meaning
+      >>> explanation = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
+      >>> explanation.findings[0].meaning
       'the compiler makes it synchronous: no work overlaps with it'
     """
 
@@ -86,8 +86,8 @@ class Explanation:
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
-      >>> print(found.text().splitlines()[0])
+      >>> explanation = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
+      >>> print(explanation.text().splitlines()[0])
       a step on v5e:2x2 (tp=4) takes ... us; it waits ... us (...) for transfers
     """
 
@@ -161,8 +161,8 @@ def explain(
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x), tries=0)
-      >>> [(finding.of.collective, finding.of.axes) for finding in found.findings]
+      >>> explanation = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x), tries=0)
+      >>> [(finding.of.collective, finding.of.axes) for finding in explanation.findings]
       [('all-gather', ('tp',))]
     """
     if not isinstance(program, CompiledProgram):
@@ -210,13 +210,13 @@ def _explained(
     worth = WORTH * played.total if can_try else inf
     ruled = [_ruled(of, rules, of.seconds >= worth) for of in (*waits, *others)]
     trials = Trials(assumed, progress)
-    trials.run(((one.of.seconds, one.edits) for one in ruled), budget)
-    found = _without_what_others_mend([_finding(one, trials, before) for one in ruled], cut)
+    trials.run(((ruling.of.seconds, ruling.edits) for ruling in ruled), budget)
+    kept = _without_what_others_mend([_finding(ruling, trials, before) for ruling in ruled], cut)
     return Explanation(
         program=program,
         timeline=played,
         floor=floor,
-        findings=tuple(sorted(found, key=lambda f: f.of.seconds, reverse=True)[:findings]),
+        findings=tuple(sorted(kept, key=lambda f: f.of.seconds, reverse=True)[:findings]),
         overheads=costs,
         at_peak=live_at_peak(exposures),
         utilisation=floor.compute / played.total if played.total else 0.0,
@@ -226,21 +226,21 @@ def _explained(
     )
 
 
-def _without_what_others_mend(found: list[Finding], cut: WindowedEinsums) -> list[Finding]:
+def _without_what_others_mend(findings: list[Finding], cut: WindowedEinsums) -> list[Finding]:
     """Drops windowed einsums that help, or harmful ones' waits."""
-    harmful = [f for f in found if f.cause == "windowed einsums" and (f.gain or not f.tried)]
+    harmful = [f for f in findings if f.cause == "windowed einsums" and (f.gain or not f.tried)]
     if not harmful:
-        return [f for f in found if f.cause != "windowed einsums"]
+        return [f for f in findings if f.cause != "windowed einsums"]
     return [
         f
-        for f in found
+        for f in findings
         if not (isinstance(f.of, ExposedCollective) and cut.permutes.issuperset(f.of.names))
     ]
 
 
 def _require_same(program: CompiledProgram, measured: Timeline) -> None:
     schedules = program.module.schedules
-    own = _functions(one.op for schedule in schedules for one in schedule.operations)
+    own = _functions(operation.op for schedule in schedules for operation in schedule.operations)
     ran = _functions(event.op for event in measured.events)
     if own and ran and own.isdisjoint(ran):
         raise value_error(
@@ -249,11 +249,11 @@ def _require_same(program: CompiledProgram, measured: Timeline) -> None:
         )
 
 
-def require_known(program: CompiledProgram, own: Sequence[str]) -> None:
-    if isinstance(own, str):
-        raise type_error(f"own={own!r} must be names of packages; pass own=({own!r},)")
-    sources = Sources(program.text) if own else None
-    for package in own:
+def require_known(program: CompiledProgram, packages: Sequence[str]) -> None:
+    if isinstance(packages, str):
+        raise type_error(f"own={packages!r} must be names of packages; pass own=({packages!r},)")
+    sources = Sources(program.text) if packages else None
+    for package in packages:
         assert sources is not None
         top = package.partition(".")[0].replace("-", "_")
         if not sources.has(package) and not (top.isidentifier() and find_spec(top)):
@@ -274,11 +274,11 @@ class Before:
 
     @cached_property
     def exposed(self) -> Mapping[str, ExposedCollective]:
-        return {name: one for one in self._exposures.all() for name in one.names}
+        return {name: exposed for exposed in self._exposures.all() for name in exposed.names}
 
 
 class _Ruled(NamedTuple):
-    """Verdicts up to the first sure one, with edits."""
+    """Verdicts up to the first that is sure, with edits."""
 
     of: ExposedCollective | Overhead
     verdicts: list[Verdict]
@@ -300,16 +300,16 @@ def _ruled(of: ExposedCollective | Overhead, rules: Rules, is_worth: bool) -> _R
 
 
 def _finding(ruled: _Ruled, trials: Trials, before: Before) -> Finding:
-    # A verdict that is not sure needs an edit that helps, or an untried one that repairs a mistake.
+    # An unsure verdict needs an edit that helps, or an untried edit that repairs a mistake.
     of, left, slower = ruled.of, 0, list[TriedEdit]()
     for verdict, edits in zip(ruled.verdicts, ruled.edits, strict=True):
         tried = trials.of(edits)
         untried = [edit for edit in edits if edit.text not in trials.done]
         left += len(untried)
-        slower += [one for one in tried if one.seconds > FASTER * before.total]
-        faster = [one for one in tried if one not in slower]
+        slower += [edit for edit in tried if edit.seconds > FASTER * before.total]
+        faster = [edit for edit in tried if edit not in slower]
         if not verdict.is_sure and isinstance(of, ExposedCollective):
-            faster = [one for one in faster if one.removes(before.exposed.get(of.name, of))]
+            faster = [edit for edit in faster if edit.removes(before.exposed.get(of.name, of))]
         mends = [edit for edit in untried if edit.disagrees]
         known = max(mends, key=lambda edit: trials.gains[edit.text], default=None)
         if not (verdict.is_sure or faster or known):

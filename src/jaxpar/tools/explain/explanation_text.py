@@ -34,8 +34,8 @@ WORTH = 0.01  # of the step: a shorter wait is not worth a compilation
 _LEAST = 0.005  # of the step: smaller overheads are not shown
 
 
-def record_of(found: Explanation) -> dict[str, Any]:
-    program, played = found.program, found.timeline
+def record_of(reasons: Explanation) -> dict[str, Any]:
+    program, played = reasons.program, reasons.timeline
     return {
         "target": program.target.name,
         "mesh": dict(program.target.mesh.shape),
@@ -46,25 +46,25 @@ def record_of(found: Explanation) -> dict[str, Any]:
         "compute": played.compute,
         "transfer": played.transfer,
         "runs": list(played.runs),
-        "predicted": None if found.predicted is None else _of_timeline(found.predicted),
-        "instructions": [_of_instruction(one) for one in found.instructions],
+        "predicted": None if reasons.predicted is None else _of_timeline(reasons.predicted),
+        "instructions": [_of_instruction(entry) for entry in reasons.instructions],
         "sent_bytes": played.sent_bytes,
-        "floor": asdict(found.floor),
-        "utilisation": found.utilisation,
+        "floor": asdict(reasons.floor),
+        "utilisation": reasons.utilisation,
         "peak_bytes": played.peak_bytes,
         "capacity": program.target.chip.capacity if program.target.chip else 0,
         "pipeline": pipeline_lines(played, program.target),
         "loops_of_unknown_length": list(played.loops_of_unknown_length),
         "kernels_of_unknown_cost": list(played.kernels_of_unknown_cost),
-        "intervals": texts_of(found.predicted or played, program.target),
-        "findings": [_of_finding(finding) for finding in found.findings],
+        "intervals": texts_of(reasons.predicted or played, program.target),
+        "findings": [_of_finding(finding) for finding in reasons.findings],
         "overheads": [
-            asdict(one) for one in found.overheads if one.seconds >= _LEAST * played.total
+            asdict(cost) for cost in reasons.overheads if cost.seconds >= _LEAST * played.total
         ],
         "at_peak": [
-            {**asdict(one), "line": _of_line(one.line)} for one in found.at_peak[:MOST_LIVE]
+            {**asdict(live), "line": _of_line(live.line)} for live in reasons.at_peak[:MOST_LIVE]
         ],
-        "refused": dict(found.refused),
+        "refused": dict(reasons.refused),
         "events": [asdict(event) for event in played.events],
     }
 
@@ -93,8 +93,8 @@ def _of_timeline(played: Timeline) -> dict[str, Any]:
     return {"seconds": played.total, **{name: getattr(played, name) for name in numbers}}
 
 
-def _of_instruction(one: MeasuredInstruction) -> dict[str, Any]:
-    return {**asdict(one), "line": _of_line(one.line), "ratio": one.ratio}
+def _of_instruction(entry: MeasuredInstruction) -> dict[str, Any]:
+    return {**asdict(entry), "line": _of_line(entry.line), "ratio": entry.ratio}
 
 
 def _of_line(line: Line | None) -> dict[str, Any] | None:
@@ -192,7 +192,7 @@ def paragraph(record: Record, finding: Record, number: int) -> list[str]:
         lines.append(f"   moves: {of['moved']}")
         lines.append(f"   between {of['before']} and {of['after']}")
     lines.append(f"   why:   {finding['cause']}: {finding['why']}")
-    mended = (one["edit"] if one["gain"] else None for one in record["findings"])
+    mended = (other["edit"] if other["gain"] else None for other in record["findings"])
     if finding["gain"] and (first := 1 + [*mended].index(finding["edit"])) < number:
         return [*lines, f"   edit:  the edit of finding {first} mends this, too"]
     lines.append(f"   edit:  {finding['edit']}")
@@ -221,7 +221,7 @@ def title(of: Record) -> str:
 
 def place(of: Record) -> str:
     line = Line(**of["line"]) if of["line"] else None
-    chain = [Line(**one) for one in of.get("chain") or [of["line"]] if one]
+    chain = [Line(**caller) for caller in of.get("chain") or [of["line"]] if caller]
     parts = [chain_text(chain, line) or "no line of the program"]
     parts += [f"in {'/'.join(of['scopes'])}"] if of["scopes"] else []
     parts += [of["phase"]] if "phase" in of else []
@@ -233,7 +233,7 @@ def elsewhere(of: Record) -> str:
     if not others:
         return ""
     line, _, _ = first.partition(", in ")
-    told = [one.removeprefix(f"{line}, ") for one in others[:MOST_PLACES]]
+    told = [other.removeprefix(f"{line}, ") for other in others[:MOST_PLACES]]
     more = f"; and {len(others) - MOST_PLACES} more" if len(others) > MOST_PLACES else ""
     return f"alike at {len(others) + 1} places: also {'; '.join(told)}{more}"
 
@@ -247,7 +247,7 @@ def gain(record: Record, finding: Record) -> str:
     if finding["gain"] is None:
         return f"not tried: {_why_not(record, finding)}"
     total = before["seconds"]
-    best = min(finding["tried"], key=lambda one: one["seconds"])
+    best = min(finding["tried"], key=lambda trial: trial["seconds"])
     predicted = f" in place of {us(total)}, both predicted" if before is not record else ""
     if not finding["gain"]:
         count = len(finding["tried"])
@@ -276,7 +276,7 @@ def verdict(record: Record) -> list[str]:
     if not record["findings"]:
         return [f"{_nothing(record)}. No line waits for transfers longer than 0.5% of the step"]
     gains = [finding for finding in record["findings"] if finding["gain"]]
-    tried = {one["edit"] for finding in record["findings"] for one in finding["tried"]}
+    tried = {trial["edit"] for finding in record["findings"] for trial in finding["tried"]}
     lines = [f"edits tried, each by itself: {len(tried)}; findings with a gain: {len(gains)}"]
     lines += [f"not tried: {edit} ({why})" for edit, why in record["refused"].items()]
     return lines
@@ -327,30 +327,30 @@ def _spent(record: Record) -> str:
 
 def _overheads(record: Record) -> Iterator[str]:
     kinds: dict[str, list[Any]] = defaultdict(list)
-    for one in record["overheads"]:
-        kinds[one["kind"]].append(one)
+    for cost in record["overheads"]:
+        kinds[cost["kind"]].append(cost)
     total = record["seconds"]
-    for kind, found in sorted(kinds.items(), key=lambda item: -_seconds(item[1])):
-        worst = max(found, key=lambda one: one["seconds"])
+    for kind, costs in sorted(kinds.items(), key=lambda item: -_seconds(item[1])):
+        worst = max(costs, key=lambda cost: cost["seconds"])
         yield (
-            f"  {us(_seconds(found)):>10}  {_share(_seconds(found), total):>4}  {kind}, most of it "
+            f"  {us(_seconds(costs)):>10}  {_share(_seconds(costs), total):>4}  {kind}, most of it "
             f"at {place(worst)} ({worst['what']})"
         )
 
 
-def _seconds(found: Sequence[Record]) -> float:
-    return sum(one["seconds"] for one in found)
+def _seconds(costs: Sequence[Record]) -> float:
+    return sum(cost["seconds"] for cost in costs)
 
 
 def _at_peak(record: Record) -> Iterator[str]:
-    for one in record["at_peak"]:
-        if one["bytes"] < 0.001 * record["peak_bytes"]:
+    for live in record["at_peak"]:
+        if live["bytes"] < 0.001 * record["peak_bytes"]:
             continue
-        where = f" at {Line(**one['line'])}" if one["line"] else ""
-        yield f"  {size(one['bytes']):>10}  {one['array']}  {one['what']}{where}, {one['phase']}"
+        at = f" at {Line(**live['line'])}" if live["line"] else ""
+        yield f"  {size(live['bytes']):>10}  {live['array']}  {live['what']}{at}, {live['phase']}"
 
 
-# -- beside another one ---------------------------------------------------------------------------
+# -- beside another record ------------------------------------------------------------------------
 
 COMPARED = ("findings", "target", "mesh", "seconds", "exposed", "peak_bytes")  # what it reads
 
@@ -369,26 +369,26 @@ def compared(before: Record, after: Record) -> str:
     changes = [(new.get(key, 0.0) - old.get(key, 0.0), key) for key in dict.fromkeys((*old, *new))]
     least = 0.001 * before["seconds"]
     for word, sign in (("better", -1), ("worse", 1)):
-        found = sorted((c for c in changes if sign * c[0] > least), key=lambda c: -abs(c[0]))
-        lines += [f"{word}:"] * bool(found)
+        changed = sorted((c for c in changes if sign * c[0] > least), key=lambda c: -abs(c[0]))
+        lines += [f"{word}:"] * bool(changed)
         lines += [
             f"  {us(new.get(key, 0.0)):>10}  before {us(old.get(key, 0.0)):>10}  {key}"
-            for _, key in found
+            for _, key in changed
         ]
     return "\n".join(lines)
 
 
 def _by_place(record: Record) -> dict[str, float]:
     # Places have no line numbers, because an edit moves them.
-    found: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
     for finding in record["findings"]:
         of = finding["of"]
         what = f"{of['collective']} over {of['over']}" if "collective" in of else of["kind"]
         lines = of.get("chain") or [of["line"]]
-        named = (f"{one['file'].rpartition('/')[2]}, {one['function']}" for one in lines if one)
+        named = (f"{line['file'].rpartition('/')[2]}, {line['function']}" for line in lines if line)
         where = " < ".join(named) or "no line"
-        found[f"{what}, {where}, {of.get('phase', 'in a loop')}"] += of["seconds"]
-    return dict(found)
+        seconds[f"{what}, {where}, {of.get('phase', 'in a loop')}"] += of["seconds"]
+    return dict(seconds)
 
 
 def _share(part: float, total: float) -> str:

@@ -29,7 +29,7 @@ _MATMULS = ("convolution", "dot", "ragged-dot")
 @readable
 @dataclass(frozen=True)
 class ExposedCollective:
-    """The waits of one device, in a step, for the collectives of one source line.
+    """The waits of a device, in a step, for the collectives of a source line.
 
     Attributes:
       name: the instruction with the longest wait.
@@ -61,8 +61,8 @@ class ExposedCollective:
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
-      >>> found.findings[0].of.inserted
+      >>> explanation = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
+      >>> explanation.findings[0].of.inserted
       True
     """
 
@@ -134,8 +134,8 @@ class Exposures(Origins):
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, source in self._sources.items():
             groups[source].append(name)
-        found = [self._exposed(names) for names in groups.values()]
-        return sorted(found, key=lambda e: e.seconds, reverse=True)
+        exposed = [self._exposed(names) for names in groups.values()]
+        return sorted(exposed, key=lambda e: e.seconds, reverse=True)
 
     def runs(self, exposed: ExposedCollective) -> list[tuple[Event, float]]:
         waits: dict[str, list[Event]] = defaultdict(list)
@@ -143,12 +143,12 @@ class Exposures(Origins):
             if event.kind == "wait":
                 waits[event.name].append(event)
         events = [event for name in exposed.names for event in self.transfers[name]]
-        found: list[tuple[Event, float]] = []
+        pairs: list[tuple[Event, float]] = []
         for event in sorted(events, key=lambda e: e.start):
-            own = [one for one in waits[event.name] if event.start < one.end <= event.end]
-            found.append((event, sum((one.seconds for one in own), 0.0)))
-            waits[event.name] = [one for one in waits[event.name] if one not in own]
-        return found
+            ended = [wait for wait in waits[event.name] if event.start < wait.end <= event.end]
+            pairs.append((event, sum((wait.seconds for wait in ended), 0.0)))
+            waits[event.name] = [wait for wait in waits[event.name] if wait not in ended]
+        return pairs
 
     @cached_property
     def _sources(self) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class Exposures(Origins):
                 places[self._place(name)].append(name)
         alike: dict[Any, Any] = {}  # links a key to another key of the same group
 
-        def head(one: Any) -> Any:
-            while alike.setdefault(one, one) != one:
-                one = alike[one]
-            return one
+        def head(key: Any) -> Any:
+            while alike.setdefault(key, key) != key:
+                key = alike[key]
+            return key
 
         firsts: dict[str, Any] = {}
         for (kind, axes, chain, scopes, phase), names in places.items():
@@ -208,16 +208,16 @@ class Exposures(Origins):
         return self.transfers[name][0].row.removesuffix(self._kind(name)).strip()
 
     def _exposed(self, names: list[str]) -> ExposedCollective:
-        waited = {one: sum((self.order[n].seconds for n in self.waits[one]), 0.0) for one in names}
-        waiting = [one for one in names if waited[one]]
+        waited = {key: sum((self.order[n].seconds for n in self.waits[key]), 0.0) for key in names}
+        waiting = [key for key in names if waited[key]]
         name = max(names, key=waited.__getitem__)
-        events = [event for one in names for event in self.transfers[one]]
+        events = [event for key in names for event in self.transfers[key]]
         longest = max(self.waits[name], key=lambda n: self.order[n].seconds, default=None)
         op_name, lines = self.origin_of(name)
         inserted = self.is_inserted(name)
         covered = self._computed_beside(events)
         independent = max((self._independent(self.homes[x][1]) for x in waiting), default=0.0)
-        held = (self.order[n] for one in names for n in self.waits[one])
+        held = (self.order[n] for key in names for n in self.waits[key])
         behind = (e.seconds for e in held if isinstance(e, Charged) and e.standing not in names)
         return ExposedCollective(
             name=name,
@@ -249,19 +249,19 @@ class Exposures(Origins):
         )
 
     def _places(self, names: list[str]) -> tuple[str, ...]:
-        found: dict[str, None] = {}
+        texts: dict[str, None] = {}
         for name in names:
             op_name, lines = self.origin_of(name)
             chain = chain_text(shown(self.sources.chain(lines)), own_line(lines))
-            found[", in ".join(filter(None, (chain, "/".join(scopes_of(op_name)))))] = None
-        return tuple(found)
+            texts[", in ".join(filter(None, (chain, "/".join(scopes_of(op_name)))))] = None
+        return tuple(texts)
 
     def disguise(self, name: str) -> Disguise | None:
         """Returns what an all-reduce really is, or None."""
         if name not in self._disguises:
             collective = self.values.collective(name)
-            found = None if collective is None else self._look.of(collective)
-            self._disguises[name] = found
+            disguise = None if collective is None else self._look.of(collective)
+            self._disguises[name] = disguise
         return self._disguises[name]
 
     def is_beside_a_matmul(self, name: str) -> bool:
@@ -274,12 +274,12 @@ class Exposures(Origins):
         else:
             start, step = list(map(self.values.value, collective.operands)), self.values.sources
         # Only through elementwise operations: a lookup or a reduction ends the search.
-        found = reached(start, lambda value: step(value) if value.is_elementwise else ())
-        return any(value.kind in _MATMULS for value in found)
+        values = reached(start, lambda value: step(value) if value.is_elementwise else ())
+        return any(value.kind in _MATMULS for value in values)
 
     def _moved(self, name: str, inserted: bool) -> str:
         collective = self.values.collective(name) or self.instruction(name)
-        operands = [one for one in collective.operands if one.opcode != "after-all"]
+        operands = [operand for operand in collective.operands if operand.opcode != "after-all"]
         if not operands:
             return ""
         largest = max(operands, key=lambda operand: operand.bytes)
@@ -345,20 +345,20 @@ class Exposures(Origins):
         """Returns seconds of independent work, also in callers."""
         total, level, seen = 0.0, [operation], set[Operation]()
         while level:
-            one = level.pop()
-            if one in seen:
+            operation = level.pop()
+            if operation in seen:
                 continue
-            seen.add(one)
-            schedule, _ = self.homes[one.name]
-            tied = self._tied(schedule, one)
+            seen.add(operation)
+            schedule, _ = self.homes[operation.name]
+            tied = self._tied(schedule, operation)
             total += sum((self.work[x] for x in schedule.operations if x not in tied), 0.0)
             level += self.callers[schedule]
         return total
 
     @staticmethod
-    def _tied(schedule: Schedule, one: Operation) -> set[Operation]:
-        needed, after = set[Operation](), {one}
-        level = [one]
+    def _tied(schedule: Schedule, start: Operation) -> set[Operation]:
+        needed, after = set[Operation](), {start}
+        level = [start]
         while level:
             operation = level.pop()
             if operation not in needed:
@@ -372,14 +372,14 @@ class Exposures(Origins):
     @cached_property
     def work(self) -> dict[Operation, float]:
         """Returns each operation's seconds, with all it runs."""
-        found: dict[Operation, float] = {}
+        seconds: dict[Operation, float] = {}
         for schedule in self.program.module.schedules:  # callees come before their callers
             for operation in schedule.operations:
-                found[operation] = self.seconds.get(operation.name, 0.0)
+                seconds[operation] = self.seconds.get(operation.name, 0.0)
                 if isinstance(operation, Control):
                     inner = (x for run in operation.runs for x in run.operations)
-                    found[operation] += sum(found[x] for x in inner)
-        return found
+                    seconds[operation] += sum(seconds[x] for x in inner)
+        return seconds
 
 
 def _unnumbered(scope: str) -> str:

@@ -31,7 +31,7 @@ class Form:
     def equations(self, jaxpr: core.Jaxpr) -> dict[int, Handler]:
         """Returns handlers for gathers and scatters around matmuls."""
         users = _users(jaxpr)
-        found: dict[int, Handler] = {}
+        handlers: dict[int, Handler] = {}
         for place, eqn in enumerate(jaxpr.eqns):
             if self.line is not None and line_of(eqn) != self.line:
                 continue
@@ -39,17 +39,17 @@ class Form:
             if _is_gather(eqn) and dots and all(map(_is_dot, dots)):
                 if any(eqn.outvars[0] is x for x in jaxpr.outvars):
                     continue
-                found[place] = lambda eqn, xs: [_Sharded(xs[0], eqn)]
+                handlers[place] = lambda eqn, xs: [_Sharded(xs[0], eqn)]
                 for number, _ in users[eqn.outvars[0]]:
-                    found[number] = self._gathered
+                    handlers[number] = self._gathered
         for place, eqn in enumerate(jaxpr.eqns):
             if self.line is not None and line_of(eqn) != self.line:
                 continue
             source = _only_source(jaxpr, users, eqn) if _is_scatter(eqn) else None
-            if source is not None and source not in found:
-                found[source] = lambda eqn, xs: [_Factors(xs, eqn)]
-                found[place] = self._scattered
-        return found
+            if source is not None and source not in handlers:
+                handlers[source] = lambda eqn, xs: [_Factors(xs, eqn)]
+                handlers[place] = self._scattered
+        return handlers
 
     def _gathered(self, dot: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         from jaxpar.matmul import collective_einsum
@@ -114,11 +114,11 @@ def overlapped(line: Line | None) -> list[Form]:
 
 
 def _users(jaxpr: core.Jaxpr) -> dict[core.Var, list[tuple[int, core.JaxprEqn]]]:
-    found: dict[core.Var, list[tuple[int, core.JaxprEqn]]] = {}
+    users: dict[core.Var, list[tuple[int, core.JaxprEqn]]] = {}
     for place, eqn in enumerate(jaxpr.eqns):
         for x in {x for x in eqn.invars if not isinstance(x, core.Literal)}:
-            found.setdefault(x, []).append((place, eqn))
-    return found
+            users.setdefault(x, []).append((place, eqn))
+    return users
 
 
 def _only_source(jaxpr: core.Jaxpr, users: Any, eqn: core.JaxprEqn) -> int | None:
@@ -172,5 +172,5 @@ def _subscripts(letters: tuple[str, str, str]) -> str:
 
 
 def _preferred(dot: core.JaxprEqn) -> Any:
-    found = dot.params["preferred_element_type"]
-    return None if found == type_of(dot.invars[0]).dtype else found and jnp.dtype(found)
+    dtype = dot.params["preferred_element_type"]
+    return None if dtype == type_of(dot.invars[0]).dtype else dtype and jnp.dtype(dtype)

@@ -24,7 +24,7 @@ class LiveArray:
     """An array that is in memory at a program's peak.
 
     Attributes:
-      bytes: bytes on one device.
+      bytes: bytes on a device.
       array: dtype and local shape.
       what: the argument, or the operation that made the array.
       line: the innermost line outside of jaxpar and wrappers, possibly a framework's; or None.
@@ -50,12 +50,12 @@ def live_at_peak(exposures: Exposures) -> tuple[LiveArray, ...]:
     _, buffers = _peak(exposures.values.hlo.entry)
     arguments = exposures.values.hlo.entry.parameters.values()
     everything = {*buffers, *arguments}
-    found = (_held(exposures, i) for i in everything if _size(i))
-    return tuple(sorted(found, key=lambda held: (-held.bytes, held.what)))
+    arrays = (_held(exposures, i) for i in everything if _size(i))
+    return tuple(sorted(arrays, key=lambda held: (-held.bytes, held.what)))
 
 
 def _held(exposures: Exposures, i: Instruction) -> LiveArray:
-    text = str(max(i.results, key=lambda one: one.bytes))
+    text = str(max(i.results, key=lambda array: array.bytes))
     if i.opcode == "parameter":
         name = i.op_name.replace("\\'", "'") or f"argument {i.operand_text}"
         return LiveArray(_size(i), text, name, None, "argument")
@@ -91,7 +91,7 @@ def _peak(computation: Computation) -> tuple[int, set[Instruction]]:
         if i in last and held[i] == {i}:
             now.add(i)
             size += _size(i)
-        inner, inside = max(map(_peak, _run(i)), key=lambda found: found[0], default=(0, set()))
+        inner, inside = max(map(_peak, _run(i)), key=lambda peak: peak[0], default=(0, set()))
         if size + inner > most[0]:
             most = size + inner, now | inside
         for buffer in ends.get(place, ()):

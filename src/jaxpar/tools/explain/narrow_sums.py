@@ -15,16 +15,16 @@ from jaxpar.tools.toolkit_api import type_of
 
 def narrowed(line: Line | None, jaxpr: core.Jaxpr) -> dict[int, Handler]:
     # Without a line, all sums count.
-    found: dict[int, Handler] = {}
+    handlers: dict[int, Handler] = {}
     for place, eqn in enumerate(jaxpr.eqns):
         if line is not None and line_of(eqn) != line:
             continue
         wide = any(_is_wide(type_of(x)) for x in eqn.invars)
         if wide and eqn.primitive.name in ("psum", "psum2", "psum_invariant"):
-            found[place] = _sum_narrowly
+            handlers[place] = _sum_narrowly
         elif wide and eqn.primitive.name == "reduce_scatter":
-            found[place] = _scatter_narrowly
-    return found
+            handlers[place] = _scatter_narrowly
+    return handlers
 
 
 def _is_wide(x: Any) -> bool:

@@ -127,7 +127,7 @@ class SentInVain:
 
     def _alike(self, e: ExposedCollective, collective: Instruction) -> str | None:
         """Returns an earlier collective that sends the same."""
-        own = self._origin_of(collective)
+        origin = self._origin_of(collective)
         for name, events in self.exposures.transfers.items():
             other = self.values.collective(name)
             if name == e.name or other is None or other.opcode != collective.opcode:
@@ -136,7 +136,7 @@ class SentInVain:
             earlier = events and events[0].start < first.start
             if (
                 earlier
-                and self._origin_of(other) == own
+                and self._origin_of(other) == origin
                 and other.groups == collective.groups
                 and other.pairs == collective.pairs
                 and other.after("dimensions={") == collective.after("dimensions={")

@@ -36,7 +36,7 @@ _BESIDE = {
 @readable
 @dataclass(frozen=True)
 class Overhead:
-    """Other time that one line costs: recomputation, slow matmuls, and passes over memory.
+    """Other time that a line costs: recomputation, slow matmuls, and passes over memory.
 
     Attributes:
       kind: such as `"copies"` or `"recomputation"`.
@@ -91,14 +91,14 @@ def overheads(exposures: Exposures, cut: WindowedEinsums) -> tuple[Overhead, ...
             chain = exposures.sources.chain(lines)
             key = kind, own_line(lines), shown(chain), scopes_of(op_name), loop is not None
             groups[key].append((event.name, event.seconds))
-    found = [_as_one(exposures, kind, pieces) for kind, pieces in whole.items()]
+    costs = [_as_one(exposures, kind, pieces) for kind, pieces in whole.items()]
     for (kind, line, chain, scopes, in_loop), events in groups.items():
         name, _ = max(events, key=lambda event: event[1])
         i = exposures.instruction(name)
         total = sum(seconds for _, seconds in events)
         what = f"{name}, {', '.join(map(str, i.results[:1]))}"
-        found.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
-    return tuple(sorted(found, key=lambda one: one.seconds, reverse=True))
+        costs.append(Overhead(kind, total, len(events), line, chain, scopes, in_loop, what))
+    return tuple(sorted(costs, key=lambda cost: cost.seconds, reverse=True))
 
 
 def _as_one(exposures: Exposures, kind: Overheads, pieces: list[tuple[str, float]]) -> Overhead:
@@ -126,11 +126,11 @@ def _kind(exposures: Exposures, i: Instruction, op_name: str) -> Overheads | Non
         return "recomputation"
     if work.is_matmul:
         # In FLOPs of 16 bits.
-        flops = sum(one.flops * max(one.width, 1.0) / 2 for one in work.matmuls)
+        flops = sum(matmul.flops * max(matmul.width, 1.0) / 2 for matmul in work.matmuls)
         chip = exposures.chip
         by_memory = (work.moved - work.in_vmem) / chip.hbm > flops / chip.flops
         return "HBM-bound matmuls" if flops and by_memory else None
-    inside = {one.opcode for one in (i, *i.inside)} - {"fusion"} - _BESIDE
+    inside = {part.opcode for part in (i, *i.inside)} - {"fusion"} - _BESIDE
     if inside and inside <= _COPIES:
         return "copies"
     if inside and inside <= _LAYOUTS | _COPIES:

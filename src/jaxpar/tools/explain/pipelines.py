@@ -31,11 +31,11 @@ def _bubble(played: Timeline, target: Target) -> str:
 
 
 def _longest(played: Timeline) -> str:
-    found = sorted(played.compute_by_place.items(), key=lambda item: -item[1])
-    if not found or found[0][1] - found[-1][1] <= _NEAR * found[0][1]:
+    places = sorted(played.compute_by_place.items(), key=lambda item: -item[1])
+    if not places or places[0][1] - places[-1][1] <= _NEAR * places[0][1]:
         return ""
-    named = [f"{place} computes {us(seconds)}" for place, seconds in found[:_MOST]]
-    more = f" (and {len(found) - _MOST} more)" if len(found) > _MOST else ""
+    named = [f"{place} computes {us(seconds)}" for place, seconds in places[:_MOST]]
+    more = f" (and {len(places) - _MOST} more)" if len(places) > _MOST else ""
     return (
         "devices take different branches, and wait for the longest one: "
         f"{', '.join(named)}{more}; share the longest out among the devices"
@@ -52,9 +52,9 @@ def _faster(played: Timeline, target: Target) -> str:
         return ""
     links = Links(target.mesh, target.chip)
     slow = {
-        one.name
-        for one in played.transfers
-        if one.slow and one.row.endswith(("gather", "scatter", "reduce"))
+        transfer.name
+        for transfer in played.transfers
+        if transfer.slow and transfer.row.endswith(("gather", "scatter", "reduce"))
     }
     waits = (e.seconds for e in played.events if e.kind == "wait" and e.name in slow)
     seconds = sum(waits, 0.0)

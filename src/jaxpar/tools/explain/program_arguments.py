@@ -53,9 +53,9 @@ class ProgramArguments:
         alike: dict[str, list[str]] = defaultdict(list)
         for name in names:
             alike[without_numbers(self.label(name))].append(name)
-        found = [self._group(pattern, own) for pattern, own in alike.items()]
-        more = len(found) - 4
-        return ", ".join(found[:4]) + (f" and {more} more" if more > 0 else "")
+        texts = [self._group(pattern, group) for pattern, group in alike.items()]
+        more = len(texts) - 4
+        return ", ".join(texts[:4]) + (f" and {more} more" if more > 0 else "")
 
     def _group(self, pattern: str, names: Sequence[str]) -> str:
         first, *others = names
@@ -82,17 +82,17 @@ def _names(jaxpr: core.Jaxpr) -> Sequence[str]:
     """Returns JAX's names, also in the compiled program."""
     known = jaxpr.debug_info.arg_names or ()
     count = len(jaxpr.invars)
-    given = [*known, *[""] * (count - len(known))]
-    return [name or f"argument {number}" for number, name in enumerate(given[:count])]
+    names = [*known, *[""] * (count - len(known))]
+    return [name or f"argument {number}" for number, name in enumerate(names[:count])]
 
 
 def _places(jaxpr: core.Jaxpr, flat: Sequence[Any]) -> Iterator[int]:
     left = iter([(n, _kind(jax.typeof(leaf))) for n, leaf in enumerate(flat) if is_array(leaf)])
     for number, var in enumerate(jaxpr.invars):
-        own = _kind(var.aval)
-        place = next((n for n, kind in left if kind == own), None)
+        wanted = _kind(var.aval)
+        place = next((n for n, kind in left if kind == wanted), None)
         if place is None:
-            shape, dtype, _ = own
+            shape, dtype, _ = wanted
             raise value_error(
                 f"argument {number} of the traced program, {dtype}{list(shape)}, is none of those "
                 "that it was compiled with; pass arrays and static arguments by place"
@@ -105,30 +105,30 @@ def _kind(aval: Any) -> tuple[Any, ...]:
 
 
 def scopes_of_use(jaxpr: core.Jaxpr) -> list[str]:
-    found: dict[int, str] = {}
-    _note_scopes(jaxpr, {var: number for number, var in enumerate(jaxpr.invars)}, "", found)
-    return [found.get(number, "") for number in range(len(jaxpr.invars))]
+    by_number: dict[int, str] = {}
+    _note_scopes(jaxpr, {var: number for number, var in enumerate(jaxpr.invars)}, "", by_number)
+    return [by_number.get(number, "") for number in range(len(jaxpr.invars))]
 
 
 def _note_scopes(
-    jaxpr: core.Jaxpr, known: dict[core.Var, int], around: str, found: dict[int, str]
+    jaxpr: core.Jaxpr, known: dict[core.Var, int], around: str, by_number: dict[int, str]
 ) -> None:
     for eqn in jaxpr.eqns:
         variables = (x for x in eqn.invars if isinstance(x, core.Var) and x in known)
-        own = [known[x] for x in variables if known[x] not in found]
-        if not own:
+        numbers = [known[x] for x in variables if known[x] not in by_number]
+        if not numbers:
             continue
         within = f"{around}/{eqn.source_info.name_stack}"
         for inner in subjaxprs(eqn.params):
             pairs = list(zip(reversed(inner.invars), reversed(eqn.invars), strict=False))
             inside = {a: known[b] for a, b in pairs if isinstance(b, core.Var) and b in known}
-            _note_scopes(inner, inside, within, found)
+            _note_scopes(inner, inside, within, by_number)
         scopes = "/".join(filter(_NAME.fullmatch, scopes_of(f"{within}/{eqn.primitive.name}")))
-        for number in own:
+        for number in numbers:
             if scopes:
-                found.setdefault(number, scopes)
+                by_number.setdefault(number, scopes)
         if eqn.primitive.name in _SAME and not scopes:
-            known[eqn.outvars[0]] = own[0]
+            known[eqn.outvars[0]] = numbers[0]
 
 
 _NAME = re.compile(r"[\w.-]+")  # an einsum's text is a scope too, but no name
@@ -153,7 +153,7 @@ def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, str]:
     An optimizer's `state[0].mu['up']` is a namesake of `params['up']`.
     """
     first: dict[tuple[str, Any], str] = {}
-    found: dict[str, str] = {}
+    namesakes: dict[str, str] = {}
     for name, leaf in leaves.items():
         keys, spec = _KEYS.findall(name), _padded_spec(leaf)
         tails = ("".join(keys[n:]) for n in range(1, len(keys)))
@@ -161,8 +161,8 @@ def as_namesakes(leaves: Mapping[str, Any]) -> dict[str, str]:
         if like is None:
             first[_TREE.sub("", name), leaf.shape] = name
         elif _padded_spec(leaves[like]) != spec:
-            found[name] = like
-    return found
+            namesakes[name] = like
+    return namesakes
 
 
 _KEYS = re.compile(r"^\w+|\.\w+|\[[^]]*\]")

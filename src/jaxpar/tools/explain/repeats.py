@@ -64,8 +64,8 @@ def _hoist(scan: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     )
 
     def trip(carry: Any, xs: Any) -> Any:
-        found = evaluated(body, closed.consts, [*operands[:consts], *carry, *xs], change)
-        return found[:carried], found[carried:]
+        outputs = evaluated(body, closed.consts, [*operands[:consts], *carry, *xs], change)
+        return outputs[:carried], outputs[carried:]
 
     last, stacked = lax.scan(
         trip,
@@ -89,9 +89,9 @@ def kept(jaxpr: core.Jaxpr) -> dict[int, Handler]:
         inner = eqn.params["jaxpr"]
         inside = _Numbers(inner, numbers, eqn.invars)
         repeated = {
-            n: inside.of[one.outvars[0]]
-            for n, one in enumerate(inner.eqns)
-            if is_collective(one) and inside.of[one.outvars[0]] in numbers.collectives
+            n: inside.of[other.outvars[0]]
+            for n, other in enumerate(inner.eqns)
+            if is_collective(other) and inside.of[other.outvars[0]] in numbers.collectives
         }
         if not repeated:
             continue
@@ -126,8 +126,8 @@ def _with_results(
     kept = {n: list(results[k]) for n, k in repeated.items()}
     # The lowering of remat2 has barriers too. Without them the compiler would save the rest.
     operands, kept = _behind_barriers((operands, kept))
-    given: dict[int, Handler] = {n: partial(_given, found) for n, found in kept.items()}
-    return evaluated(inner, (), operands, Change(lambda jaxpr: given if jaxpr is inner else {}))
+    handlers: dict[int, Handler] = {n: partial(_given, values) for n, values in kept.items()}
+    return evaluated(inner, (), operands, Change(lambda jaxpr: handlers if jaxpr is inner else {}))
 
 
 def _behind_barriers(tree: Any) -> Any:
@@ -156,12 +156,12 @@ class _Numbers:
     """Numbers variables; equal values get equal numbers."""
 
     def __init__(
-        self, jaxpr: core.Jaxpr, outer: _Numbers | None = None, given: Sequence[Any] = ()
+        self, jaxpr: core.Jaxpr, outer: _Numbers | None = None, invars: Sequence[Any] = ()
     ) -> None:
         self.table: dict[Any, int] = {} if outer is None else dict(outer.table)
         self.of: dict[core.Var, int] = {}
         self.collectives: dict[int, int] = {}  # the places of collectives, by their number
-        known = [outer.number(x) for x in given] if outer else map(self._new, jaxpr.invars)
+        known = [outer.number(x) for x in invars] if outer else map(self._new, jaxpr.invars)
         self.of.update(zip(jaxpr.invars, known, strict=True))
         for place, eqn in enumerate(jaxpr.eqns):
             operands = tuple(map(self.number, eqn.invars))

@@ -1,6 +1,6 @@
 """Other shardings of a program's arguments.
 
-Arrays with one spec change together.
+Arrays with equal specs change together.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Resharded:
     @property
     def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Returns axes up to the last sharded dimension."""
-        given = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
+        by_dim = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
         return {
-            name: axes[: max((d for d, own in enumerate(axes, 1) if own), default=0)]
-            for name, axes in given.items()
+            name: axes[: max((d for d, names in enumerate(axes, 1) if names), default=0)]
+            for name, axes in by_dim.items()
         }
 
 
@@ -57,14 +57,14 @@ class Reshardings:
     @cached_property
     def at_odds(self) -> list[Resharded]:
         by_spec, by_shape = self._groups("spec"), self._groups("shape")
-        found, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
+        candidates, _ = self._members.at_odds(self._layout, [*by_spec, *by_shape])
         alike: dict[Any, list[RuleCandidate]] = defaultdict(list)
-        for candidate in found:
+        for candidate in candidates:
             before = candidate.arrays(self._layout)[0].axes
             alike[before, candidate.axes].append(candidate)
         return [
             self._resharded(
-                first._replace(rules=tuple(rule for one in (first, *more) for rule in one.rules))
+                first._replace(rules=tuple(rule for twin in (first, *more) for rule in twin.rules))
             )
             for first, *more in alike.values()
         ]
@@ -73,29 +73,29 @@ class Reshardings:
         """Yields new shardings, the fewest conflicts first."""
         groups: dict[tuple[str, ...], None] = {}
         for name in names:
-            own = self._layout.get(name)
-            if own is None or not {*axes} & {axis for some in own.axes for axis in some}:
+            array = self._layout.get(name)
+            if array is None or not {*axes} & {axis for entry in array.axes for axis in entry}:
                 continue
-            assert own.rule is not None
-            alike = next((g for g in self._groups("shape") if own.rule in g), (own.rule,))
-            groups |= dict.fromkeys((alike, (own.rule,)))
-        found = [candidate for group in groups for _, candidate in exchanges(self._layout, group)]
-        odds = {one: self._members.conflicts(one.of(self._layout) or self._layout) for one in found}
-        yield from map(self._resharded, sorted(found, key=odds.__getitem__))
+            assert array.rule is not None
+            alike = next((g for g in self._groups("shape") if array.rule in g), (array.rule,))
+            groups |= dict.fromkeys((alike, (array.rule,)))
+        swaps = [candidate for group in groups for _, candidate in exchanges(self._layout, group)]
+        odds = {c: self._members.conflicts(c.of(self._layout) or self._layout) for c in swaps}
+        yield from map(self._resharded, sorted(swaps, key=odds.__getitem__))
 
     def _resharded(self, candidate: RuleCandidate) -> Resharded:
-        own = self._with_state(candidate.arrays(self._layout))
+        arrays = self._with_state(candidate.arrays(self._layout))
         new = candidate.spec
-        changed = (set(a) ^ set(b) for a, b in zip(own[0].axes, candidate.axes, strict=True))
-        specs = {array.path: new for array in own}
-        before = spec_text(own[0].spec)
+        changed = (set(a) ^ set(b) for a, b in zip(arrays[0].axes, candidate.axes, strict=True))
+        specs = {array.path: new for array in arrays}
+        before = spec_text(arrays[0].spec)
         text = f"shard {self.arguments.listed(specs)} by {spec_text(new)} in place of {before}"
         axes = frozenset[str]().union(*changed)
         return Resharded(specs, text, axes, candidate.disagrees)
 
-    def _with_state(self, own: Sequence[ArrayLayout]) -> list[ArrayLayout]:
-        known = {self._members.seen.classes[array.path] for array in own}
-        paths = {array.path for array in own}
+    def _with_state(self, arrays: Sequence[ArrayLayout]) -> list[ArrayLayout]:
+        known = {self._members.seen.classes[array.path] for array in arrays}
+        paths = {array.path for array in arrays}
         return [
             array
             for path, array in self._layout.items()
@@ -103,18 +103,18 @@ class Reshardings:
             or (
                 path in self._members.following
                 and self._members.seen.classes[path] in known
-                and array.axes == own[0].axes
+                and array.axes == arrays[0].axes
             )
         ]
 
     def _groups(self, of: str) -> list[tuple[str, ...]]:
-        """Returns rules of one spec, or shape and spec."""
-        found: dict[Any, dict[str, None]] = defaultdict(dict)
+        """Returns rules with equal specs, or equal shapes and specs."""
+        alike: dict[Any, dict[str, None]] = defaultdict(dict)
         for array in self._layout.values():
             assert array.rule is not None
             key = array.axes if of == "spec" else (array.axes, array.shape)
-            found[key][array.rule] = None
-        return [tuple(rules) for rules in found.values() if len(rules) > 1]
+            alike[key][array.rule] = None
+        return [tuple(rules) for rules in alike.values() if len(rules) > 1]
 
     def _as_layout(self) -> Layout:
         # Arrays alike in all layers share a rule.

@@ -43,22 +43,22 @@ class Change:
         inside = any(map(self.touches, subjaxprs(eqn.params)))
         return inside or self.of(eqn.params) != eqn.params
 
-    def of(self, found: Any) -> Any:
+    def of(self, parameter: Any) -> Any:
         """Returns an equation's parameter on the new mesh."""
         if self.meshes is None:
-            return found
+            return parameter
         old, new = self.meshes
-        match found:
+        match parameter:
             case dict():
-                return {key: self.of(one) for key, one in found.items()}
-            case tuple() if not hasattr(found, "_fields"):
-                return tuple(map(self.of, found))
-            case Mesh() if found == old:
+                return {key: self.of(part) for key, part in parameter.items()}
+            case tuple() if not hasattr(parameter, "_fields"):
+                return tuple(map(self.of, parameter))
+            case Mesh() if parameter == old:
                 return new
-            case NamedSharding() if found.mesh == old:
-                return NamedSharding(new, found.spec, memory_kind=found.memory_kind)
+            case NamedSharding() if parameter.mesh == old:
+                return NamedSharding(new, parameter.spec, memory_kind=parameter.memory_kind)
             case _:
-                return found
+                return parameter
 
 
 def rewritten(jitted: Any, change: Change, *args: Any) -> Any | None:
@@ -96,7 +96,7 @@ def evaluated(
     return list(map(value, jaxpr.outvars))
 
 
-# A jaxpr made from equations needs one, for JAX's messages.
+# A jaxpr made from equations needs this, for JAX's messages.
 _DEBUG_INFO = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
 
 
@@ -104,8 +104,8 @@ def bound(eqn: core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequenc
     # Unused results are no variables, so all variables are made anew.
     invars: list[Any] = [core.Var(x.aval) for x in eqn.invars]
     outvars: list[Any] = [core.Var(x.aval) for x in eqn.outvars]
-    own = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
-    whole = core.Jaxpr([], invars, outvars, [own], eqn.effects, _DEBUG_INFO)
+    copy = eqn.replace(invars=invars, outvars=outvars, params={**eqn.params, **params})
+    whole = core.Jaxpr([], invars, outvars, [copy], eqn.effects, _DEBUG_INFO)
     return core.jaxpr_as_fun(core.ClosedJaxpr(whole, []))(*operands)
 
 
@@ -114,21 +114,21 @@ def _changed_inside(change: Change, eqn: core.JaxprEqn, operands: Sequence[Any])
     if eqn.primitive.name == "shard_map":  # its axes are bound only inside it
         return _shard_map(params, change)(*operands)
 
-    def changed(found: Any) -> Any:
-        match found:
-            case core.ClosedJaxpr() if hasattr(found, "consts"):
-                return _retraced(found, change)
+    def changed(parameter: Any) -> Any:
+        match parameter:
+            case core.ClosedJaxpr() if hasattr(parameter, "consts"):
+                return _retraced(parameter, change)
             case core.Jaxpr():
-                closed = _retraced(core.ClosedJaxpr(found, []), change)
+                closed = _retraced(core.ClosedJaxpr(parameter, []), change)
                 if closed.consts:
                     raise NotImplementedError("a change with constants where none can stand")
                 return closed.jaxpr
-            case tuple() if not hasattr(found, "_fields"):
-                return tuple(map(changed, found))
+            case tuple() if not hasattr(parameter, "_fields"):
+                return tuple(map(changed, parameter))
             case _:
-                return found
+                return parameter
 
-    return bound(eqn, operands, **{key: changed(found) for key, found in params.items()})
+    return bound(eqn, operands, **{key: changed(parameter) for key, parameter in params.items()})
 
 
 def _retraced(closed: core.ClosedJaxpr, change: Change) -> core.ClosedJaxpr:

@@ -34,8 +34,8 @@ class TriedEdit:
 
     Example:
       >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=P("tp"))
-      >>> found = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
-      >>> sorted(tried.edit for tried in found.findings[0].tried)[0]
+      >>> explanation = explain(compile_for(lambda x: x @ x, target("v5e:2x2"), x))
+      >>> sorted(tried.edit for tried in explanation.findings[0].tried)[0]
       "shard x by P(None, 'tp') in place of P('tp')"
     """
 
@@ -48,12 +48,12 @@ class TriedEdit:
     def removes(self, exposed: ExposedCollective) -> bool:
         """Returns whether it removes over half of `exposed`'s wait."""
 
-        def source(one: ExposedCollective) -> tuple[Any, ...]:
-            # Another one of the places that are alike may now have the longest wait.
-            shape, _, what = one.moved.partition(";")[0].partition(" of each device, ")
-            return one.line, one.phase, one.axes, shape, re.sub(r"\d+", "", what)
+        def source(wait: ExposedCollective) -> tuple[Any, ...]:
+            # Another of the places that are alike may now have the longest wait.
+            shape, _, what = wait.moved.partition(";")[0].partition(" of each device, ")
+            return wait.line, wait.phase, wait.axes, shape, re.sub(r"\d+", "", what)
 
-        left = (one.seconds for one in self.exposed if source(one) == source(exposed))
+        left = (wait.seconds for wait in self.exposed if source(wait) == source(exposed))
         return sum(left) < exposed.seconds / 2
 
 
@@ -74,8 +74,8 @@ class Trials:
         edits: dict[str, Edit] = {}
         for seconds, rules in proposed:
             places: dict[str, int] = {}
-            for number, own in enumerate(rules):
-                for place, edit in enumerate(own, 1):
+            for number, rule in enumerate(rules):
+                for place, edit in enumerate(rule, 1):
                     edits.setdefault(edit.text, edit)
                     places.setdefault(edit.text, 1 if edit.disagrees else number + place)
             for text, place in places.items():
@@ -87,8 +87,8 @@ class Trials:
             self._try(edits[text])
 
     def of(self, edits: Iterable[Edit]) -> tuple[TriedEdit, ...]:
-        found = (self.done.get(edit.text) for edit in edits)
-        return tuple(sorted(filter(None, found), key=lambda tried: tried.seconds))
+        trials = (self.done.get(edit.text) for edit in edits)
+        return tuple(sorted(filter(None, trials), key=lambda tried: tried.seconds))
 
     def _try(self, edit: Edit) -> None:
         self.done[edit.text] = None

@@ -28,22 +28,22 @@ class WindowedEinsums:
 
 def windowed_einsums(exposures: Exposures) -> WindowedEinsums:
     # A permute alone may only reshard an operand.
-    found: dict[str, Origin] = {}
+    by_name: dict[str, Origin] = {}
     for name in exposures.transfers:
         i = exposures.values.collective(name)
         if i is None or not i.opcode.startswith("collective-permute"):
             continue
         if primitive_of(i.op_name) in _MATMULS:
-            found[name] = exposures.origin(i)
-    if not found:
+            by_name[name] = exposures.origin(i)
+    if not by_name:
         return WindowedEinsums(frozenset(), frozenset())
     cut = _lines_with_more_matmuls(exposures)
     origins = {
         origin
-        for name, origin in found.items()
+        for name, origin in by_name.items()
         if _is_in_its_loop(exposures, name) or own_line(origin[1]) in cut
     }
-    permutes = (name for name, origin in found.items() if origin in origins)
+    permutes = (name for name, origin in by_name.items() if origin in origins)
     return WindowedEinsums(frozenset(origins), frozenset(permutes))
 
 
@@ -66,11 +66,11 @@ def _lines_with_more_matmuls(exposures: Exposures) -> set[Line | None]:
     return {line for line, count in compiled.items() if count > traced[line]}
 
 
-def _count(jaxpr: core.Jaxpr, times: int, found: Counter[Line | None]) -> None:
+def _count(jaxpr: core.Jaxpr, times: int, counts: Counter[Line | None]) -> None:
     # Matmuls of unrolled loops count repeatedly.
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MATMULS:
-            found[line_of(eqn)] += times
+            counts[line_of(eqn)] += times
         unrolled = eqn.params.get("unroll", 1) if eqn.primitive.name == "scan" else 1
         for sub in subjaxprs(eqn.params):
-            _count(sub, times * int(unrolled), found)
+            _count(sub, times * int(unrolled), counts)

@@ -126,24 +126,24 @@ class Board:
         if self.unequal is None or self.verdict:
             return None
         call, *ranks = self.unequal
-        (one, ours), (other, theirs) = (
+        (low, ours), (other, theirs) = (
             (who, self.seen[who].state.run_of(call) or ("", "")) for who in ranks
         )
-        digests = {one: ours[1], other: theirs[1]}
-        where = f"processes {one} and {other} run different programs in call {call} of {ours[0]!r}"
+        digests = {low: ours[1], other: theirs[1]}
+        where = f"processes {low} and {other} run different programs in call {call} of {ours[0]!r}"
         if ours[0] != theirs[0] or not all(digests.values()):
             self.verdict = (
-                f"processes {one} and {other} differ in call {call}: process {one} is in "
+                f"processes {low} and {other} differ in call {call}: process {low} is in "
                 f"{ours[0]!r}, process {other} in {theirs[0]!r}"
             )
             return None
-        given = {who: found for who in ranks if (found := self.details.get((who, digests[who])))}
-        if len(given) == len(ranks):
-            difference = first_difference(one, given[one], other, given[other])
+        details = {who: told for who in ranks if (told := self.details.get((who, digests[who])))}
+        if len(details) == len(ranks):
+            difference = first_difference(low, details[low], other, details[other])
             self.verdict = f"{where}: {difference}"
-        elif any(self.seen[who].is_out for who in ranks if who not in given):
+        elif any(self.seen[who].is_out for who in ranks if who not in details):
             self.verdict = f"{where}; one of them is gone"
-        elif rank in ranks and rank not in given:
+        elif rank in ranks and rank not in details:
             return digests[rank]
         return None
 
@@ -189,7 +189,7 @@ class Board:
         return silence(silent, max(now - self.seen[rank].at for rank in silent)) if silent else None
 
     def _needs(self, rank: int, ended: ProcessState) -> bool:
-        """Returns whether a process awaits an ended one."""
+        """Returns whether a process awaits an ended process."""
         return self.seen[rank].state.done >= ended.done
 
     def _why(self, call: int, now: float) -> str:

@@ -153,14 +153,14 @@ class Guarded:
             return self._last[1]
         if key not in self._programs:
             call.do("tracing")
-            found = traced(self._function, args, kwargs)
+            stage = traced(self._function, args, kwargs)
             # Only a new trace shows which values that are no arrays are static.
-            if found.jaxpr in self._traced:
-                return self._traced[found.jaxpr]
-            program = program_of(self._name, found, args, kwargs)
+            if stage.jaxpr in self._traced:
+                return self._traced[stage.jaxpr]
+            program = program_of(self._name, stage, args, kwargs)
             self._has_static |= program.has_static
             key = tree, _kinds(leaves, self._has_static)
-            self._programs[key] = self._traced[found.jaxpr] = program
+            self._programs[key] = self._traced[stage.jaxpr] = program
         self._last = key, self._programs[key]
         return self._programs[key]
 

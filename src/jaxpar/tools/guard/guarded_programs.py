@@ -70,7 +70,7 @@ class TracedProgram:
     def first_for(self, missing: Sequence[int]) -> tuple[int, Sent] | None:
         """Returns the first collective that needs them."""
         numbered = enumerate(self.sends, 1)
-        return next((found for found in numbered if self._needs(found[1], missing)), None)
+        return next((pair for pair in numbered if self._needs(pair[1], missing)), None)
 
     def _needs(self, sent: Sent, missing: Sequence[int]) -> bool:
         if self.mesh is None or not set(sent.axes) <= set(self.mesh.axis_names):
@@ -80,8 +80,8 @@ class TracedProgram:
         processes = _processes(self.mesh)
         size = int(np.prod([processes.shape[place] for place in along]))
         groups = processes.transpose([*other, *along]).reshape(-1, size)
-        own = (groups == jax.process_index()).any(axis=1)
-        return bool(np.isin(groups[own], list(missing)).any())
+        is_here = (groups == jax.process_index()).any(axis=1)
+        return bool(np.isin(groups[is_here], list(missing)).any())
 
 
 def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Traced:
@@ -89,14 +89,14 @@ def traced(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.st
 
 
 def program_of(
-    name: str, found: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, stage: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedProgram:
-    lowered = found.lower()
+    lowered = stage.lower()
     return TracedProgram(
         name=name,
         arguments=tuple(_arguments(args, kwargs)),
         has_static=len(jax.tree.leaves(lowered.args_info)) < len(jax.tree.leaves((args, kwargs))),
-        collectives=tuple(_collectives(found.jaxpr.jaxpr)),
+        collectives=tuple(_collectives(stage.jaxpr.jaxpr)),
         mesh=_mesh_of((args, kwargs)),
         text=zlib.compress(lowered.as_text().encode(), 1),
         lowered=lowered,
@@ -127,9 +127,9 @@ def place_in(mesh: Mesh, ranks: Sequence[int]) -> str:
     """Returns the indices that all devices of processes share, such as `pp=2, tp=0`."""
     indices = np.argwhere(np.isin(_processes(mesh), ranks))  # [devices, axes]
     return ", ".join(
-        f"{axis}={own[0]}"
-        for axis, size, own in zip(mesh.axis_names, mesh.devices.shape, indices.T, strict=True)
-        if size > 1 and len(set(own.tolist())) == 1
+        f"{axis}={along[0]}"
+        for axis, size, along in zip(mesh.axis_names, mesh.devices.shape, indices.T, strict=True)
+        if size > 1 and len(set(along.tolist())) == 1
     )
 
 
@@ -174,7 +174,7 @@ def _inserted(text: str, mesh: Mesh | None) -> Iterator[Sent]:
 
 
 def first_difference(
-    one: int, ours: Mapping[str, Any], other: int, theirs: Mapping[str, Any]
+    rank: int, ours: Mapping[str, Any], other: int, theirs: Mapping[str, Any]
 ) -> str:
     for kind, what in (("arguments", ""), ("collectives", "collective "), ("operations", "line ")):
         mine, others = ours[kind], theirs[kind]
@@ -183,7 +183,7 @@ def first_difference(
             if left != right:
                 label = f"{what}{number}: " if what else ""
                 left, right = _around_difference(left, right)
-                return f"{label}process {one} has {left}, process {other} {right}"
+                return f"{label}process {rank} has {left}, process {other} {right}"
     return "their texts are the same, their digests are not"
 
 

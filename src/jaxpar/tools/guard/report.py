@@ -37,7 +37,7 @@ def report(
         return
     missing = [0] if is_alone else absent(states, count, call.number)
     if rank in missing:
-        return  # the others wait for this one
+        return  # the others wait for this process
     thread = Thread(target=_say_where, args=(rank, call, call.program, missing), daemon=True)
     thread.start()
     if call.exit_code is not None:
@@ -55,8 +55,8 @@ def _say_where(
     rank: int, call: GuardedCall, program: TracedProgram, missing: Sequence[int]
 ) -> None:
     what = f"call {call.number} of {call.name!r}"
-    if missing and (found := program.first_for(missing)):
-        number, sent = found
+    if missing and (first := program.first_for(missing)):
+        number, sent = first
         waits = f"waits for {processes_text(missing)} in {what}: the first collective that needs "
         them = "it" if len(missing) == 1 else "them"
         _say(rank, [f"{waits}{them} is {sent} (number {number} of {len(program.sends)})"])

@@ -13,7 +13,7 @@ MAKING = ("tracing", "compiling")  # before a process runs a program
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of one process, as it reports it.
+    """The state of a process, as it reports it.
 
     Attributes:
       entered: guarded calls that it has begun, numbered from 1.
@@ -57,8 +57,8 @@ class ProcessState:
         # None: the call is unknown or too old.
         if call > self.known:
             return None
-        found = [(name, digest) for begun, name, digest in self.runs if begun <= call]
-        return found[-1] if found else None
+        runs = [(name, digest) for begun, name, digest in self.runs if begun <= call]
+        return runs[-1] if runs else None
 
 
 @dataclass

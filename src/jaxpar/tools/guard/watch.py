@@ -254,7 +254,7 @@ class Watch:
         self._printed.add(self.trouble["key"])
         call = self.pending[0] if self.pending else self.active[-1] if self.active else None
         programs = [*self.programs.values(), *([call.program] if call and call.program else ())]
-        mesh = next((one.mesh for one in reversed(programs) if one.mesh), None)
+        mesh = next((program.mesh for program in reversed(programs) if program.mesh), None)
         report(self.rank, self.count, self.trouble, states, call, mesh)
         if self.trouble["key"].startswith(SILENCE):
             return  # it may come back

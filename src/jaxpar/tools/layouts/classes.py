@@ -1,6 +1,6 @@
 """Classes of array dimensions, and a function's effect on them.
 
-A token is one dimension of one array. Dimensions of a class must be sharded alike.
+A token is a dimension of an array. Dimensions of a class must be sharded alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Tokens = tuple[int, ...]  # one token for each dimension of an array
+Tokens = tuple[int, ...]  # a token for each dimension of an array
 LOOKED_UP = "rows that are looked up"
 
 
@@ -98,13 +98,13 @@ class Classes:
             self.sizes[a] |= self.sizes[b]
         return a
 
-    def join_all(self, some: Sequence[Tokens], others: Sequence[Tokens]) -> None:
-        for first, second in zip(some, others, strict=True):
+    def join_all(self, arrays: Sequence[Tokens], others: Sequence[Tokens]) -> None:
+        for first, second in zip(arrays, others, strict=True):
             for a, b in zip(first, second, strict=True):
                 self.join(a, b)
 
     def rows_looked_up(self) -> set[int]:
-        return {self.of(t) for found in self.sums if found.what == LOOKED_UP for t in found.over}
+        return {self.of(t) for total in self.sums if total.what == LOOKED_UP for t in total.over}
 
     def fresh(self, shape: Sequence[int]) -> Tokens:
         return tuple(self.new(size) for size in shape)

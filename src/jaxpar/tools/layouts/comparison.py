@@ -64,14 +64,14 @@ def compare(
             yield Compared(name, rules, held)
             continue
         try:
-            found = layout.explain(_step(function, params), target, batch, tries=0)
+            costs = layout.explain(_step(function, params), target, batch, tries=0)
         except ValueError as reason:
             yield Compared(name, rules, held, why_not=str(reason).splitlines()[0])
             continue
-        peak, chip = found.program.memory.peak, found.target.chip
+        peak, chip = costs.program.memory.peak, costs.target.chip
         fits = chip is None or peak <= chip.capacity
         yield Compared(
-            name, rules, held, found.timeline.total, peak, fits, "" if fits else "too much for it"
+            name, rules, held, costs.timeline.total, peak, fits, "" if fits else "too much for it"
         )
 
 
@@ -82,9 +82,9 @@ def _step(function: Callable[..., Any], params: Any) -> Callable[..., Any]:
         return function(filled(filter(is_array, jax.tree.leaves(arrays))), batch)
 
     def step(arrays: Any, batch: Any) -> Any:
-        alone, given = of_arrays(called, (arrays, batch))
-        found = jax.eval_shape(alone, *given)
-        is_loss = getattr(found, "shape", None) == () and jnp.issubdtype(found.dtype, jnp.floating)
+        alone, leaves = of_arrays(called, (arrays, batch))
+        out = jax.eval_shape(alone, *leaves)
+        is_loss = getattr(out, "shape", None) == () and jnp.issubdtype(out.dtype, jnp.floating)
         return (_with_gradient(called) if is_loss else called)(arrays, batch)
 
     return step
@@ -100,12 +100,12 @@ def _with_gradient(loss: Callable[..., Any]) -> Callable[..., Any]:
             if is_array(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
         ]
 
-        def of_real(given: list[Any]) -> Any:
-            found = dict(enumerate(flat)) | dict(zip(real, given, strict=True))
-            return loss(tree.unflatten(list(found.values())), batch)
+        def of_real(floats: list[Any]) -> Any:
+            leaves = dict(enumerate(flat)) | dict(zip(real, floats, strict=True))
+            return loss(tree.unflatten(list(leaves.values())), batch)
 
         value, gradients = jax.value_and_grad(of_real)([flat[n] for n in real])
-        found = dict(zip(real, gradients, strict=True))
-        return value, tree.unflatten([found.get(n) for n in range(len(flat))])
+        by_place = dict(zip(real, gradients, strict=True))
+        return value, tree.unflatten([by_place.get(n) for n in range(len(flat))])
 
     return called

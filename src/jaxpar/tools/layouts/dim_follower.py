@@ -39,8 +39,8 @@ class DimFollower(Steps):
             return known[atom]
 
         for equation in jaxpr.eqns:
-            found = self._equation(equation, [read(atom) for atom in equation.invars])
-            for variable, tokens in zip(equation.outvars, found, strict=True):
+            results = self._equation(equation, [read(atom) for atom in equation.invars])
+            for variable, tokens in zip(equation.outvars, results, strict=True):
                 known[variable] = tokens
                 self._are_together(tokens)
         return [read(atom) for atom in jaxpr.outvars]
@@ -56,21 +56,21 @@ class DimFollower(Steps):
             return getattr(self, f"_{name}")(e, args)
         if name != "shard_map" and (inner := _body(e)) is not None:
             return self._call(inner, args)
-        found, given = self._primitive(e, args), args
+        results, operands = self._primitive(e, args), args
         if name in _MATMULS:
             self.multiplied |= frozenset[str]().union(*map(weights_of, args))
         if name == "dynamic_slice" or (name == "gather" and not self.rows_of(e)):
-            given = args[:1]  # a layer of a stack is a weight, even if data choose it
-        if all(isinstance(t, Made) for t in given):
-            weights = frozenset[str]().union(*map(weights_of, given))
-            return [Made.of(tokens, weights) for tokens in found]
+            operands = args[:1]  # a layer of a stack is a weight, even if data choose it
+        if all(isinstance(t, Made) for t in operands):
+            weights = frozenset[str]().union(*map(weights_of, operands))
+            return [Made.of(tokens, weights) for tokens in results]
         if name == "gather":
             self.looked_up |= weights_of(args[0])
         if name == "eq" and any(isinstance(t, Made) and len(t) > 1 for t in args):
-            return [OneHot(found[0])]  # an iota compared with data
+            return [OneHot(results[0])]  # an iota compared with data
         if name == "convert_element_type" and isinstance(args[0], OneHot):
-            return [OneHot(found[0])]
-        return [tuple(tokens) for tokens in found]
+            return [OneHot(results[0])]
+        return [tuple(tokens) for tokens in results]
 
     def _primitive(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         name = e.primitive.name
@@ -94,8 +94,8 @@ class DimFollower(Steps):
         jaxpr, consts = (
             (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, [])
         )
-        given = args[len(args) - len(jaxpr.invars) :]
-        return self.follow(jaxpr, [Made(self.fresh(np.shape(c))) for c in consts], given)
+        operands = args[len(args) - len(jaxpr.invars) :]
+        return self.follow(jaxpr, [Made(self.fresh(np.shape(c))) for c in consts], operands)
 
     def _scan(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         body, times, length = e.params["jaxpr"], self.times, e.params["length"]
@@ -112,20 +112,20 @@ class DimFollower(Steps):
         # A loop's carry counts as data, even if it starts from weights.
         carried = map(tuple, args[consts : consts + carry])
         parts = [_with_weights(t[1:], t) for t in args[consts + carry :]]
-        found = self._call(body, [*args[:consts], *carried, *parts])
+        results = self._call(body, [*args[:consts], *carried, *parts])
         self.times = times
-        self.carried += found[:carry]
-        self.join_all(args[consts : consts + carry], found[:carry])
-        stacked = [_with_weights((self.new(length), *t), t) for t in found[carry:]]
-        return [*found[:carry], *stacked]
+        self.carried += results[:carry]
+        self.join_all(args[consts : consts + carry], results[:carry])
+        stacked = [_with_weights((self.new(length), *t), t) for t in results[carry:]]
+        return [*results[:carry], *stacked]
 
     def _while(self, e: Any, args: list[Tokens]) -> list[Tokens]:
-        skip, own = e.params["cond_nconsts"], e.params["body_nconsts"]
-        carried = map(tuple, args[skip + own :])
-        found = self._call(e.params["body_jaxpr"], [*args[skip : skip + own], *carried])
-        self.carried += found
-        self.join_all(args[skip + own :], found)
-        return found
+        skip, consts = e.params["cond_nconsts"], e.params["body_nconsts"]
+        carried = map(tuple, args[skip + consts :])
+        results = self._call(e.params["body_jaxpr"], [*args[skip : skip + consts], *carried])
+        self.carried += results
+        self.join_all(args[skip + consts :], results)
+        return results
 
     def _cond(self, e: Any, args: list[Tokens]) -> list[Tokens]:
         results = [self._call(branch, args[1:]) for branch in e.params["branches"]]
@@ -141,7 +141,7 @@ def _with_weights(tokens: Tokens, whole: Tokens) -> Tokens:
 
 def _body(e: Any) -> ClosedJaxpr | Jaxpr | None:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = e.params.get(name)
-        if isinstance(found, (ClosedJaxpr, Jaxpr)):
-            return found
+        inner = e.params.get(name)
+        if isinstance(inner, (ClosedJaxpr, Jaxpr)):
+            return inner
     return None

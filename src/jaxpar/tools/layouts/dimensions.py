@@ -13,7 +13,7 @@ from jaxpar.tools.layouts.classes import Made, Tokens
 from jaxpar.tools.layouts.dim_follower import DimFollower
 from jaxpar.tools.toolkit_api import arrays_of, filling, is_array
 
-Classes = tuple[int, ...]  # one for each dimension of an array
+Classes = tuple[int, ...]  # a class's key for each dimension of an array
 
 
 class Dimensions:
@@ -31,20 +31,20 @@ class Dimensions:
             for path, x in zip(paths, shapes, strict=True)
         ]
         flow.follow(closed.jaxpr, [Made(flow.fresh(jnp.shape(c))) for c in closed.consts], tokens)
-        classes: list[Classes] = [tuple(map(flow.of, own)) for own in tokens]
+        classes: list[Classes] = [tuple(map(flow.of, keys)) for keys in tokens]
         known = list(zip(paths, shapes, classes, strict=True))
         self.arrays = {path: _shape_of(x) for path, x, _ in known if path is not None}
-        self.classes = {path: own for path, _, own in known if path is not None}
-        self.data = [own for path, _, own in known if path is None]
+        self.classes = {path: keys for path, _, keys in known if path is not None}
+        self.data = [keys for path, _, keys in known if path is None]
 
     @classmethod
     def of(cls, function: Callable[..., Any], params: Any, data: Any) -> Dimensions:
         filled, filled_data = filling(params), filling(data)
-        given, shapes = _shapes_in(params), _shapes_in(data)
+        weights, shapes = _shapes_in(params), _shapes_in(data)
         jaxpr = jax.make_jaxpr(
             lambda arrays, others: function(filled(arrays), filled_data(others))
-        )(given, shapes)
-        paths = [found[0] for found in arrays_of(params)[0] if found is not None]
+        )(weights, shapes)
+        paths = [array[0] for array in arrays_of(params)[0] if array is not None]
         return cls(jaxpr, [*paths, *[None] * len(shapes)])
 
 

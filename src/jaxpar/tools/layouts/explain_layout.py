@@ -48,15 +48,15 @@ class _Question:
 
     def play(self, layout: Layout) -> tuple[CompiledProgram, Timeline, tuple[Cost, ...]]:
         step = self.made(layout)
-        given = self.given(layout)
+        arguments = self.given(layout)
         results: list[str | None] = []
 
         def whole(params: Any, *args: Any) -> Any:
-            found = step(_filled(layout, params), *args)
-            leaves, tree = arrays_of(found, "the step's result")
+            output = step(_filled(layout, params), *args)
+            leaves, tree = arrays_of(output, "the step's result")
             results.clear()
             flat: list[Any] = []
-            for leaf, x in zip(leaves, jax.tree.leaves(found), strict=True):
+            for leaf, x in zip(leaves, jax.tree.leaves(output), strict=True):
                 if leaf is None:  # a program returns arrays only
                     flat.append(None)
                     continue
@@ -72,7 +72,7 @@ class _Question:
             jitted_like(step, whole),
             self.target,
             layout.shapes,
-            *given,
+            *arguments,
             compiler_options=self.options,
         )
         played = timeline(program)
@@ -101,22 +101,22 @@ class _Question:
         self, layout: Layout, costs: Callable[[], Sequence[Cost]]
     ) -> Iterator[RuleCandidate]:
         step = self.made(layout)
-        given = self.given(layout)
+        arguments = self.given(layout)
         options = options_of(self.target) if self.options is None else self.options
         with jax.set_mesh(self.target.mesh), compiled_with(options):
             seen = Dimensions.of(
-                lambda params, args: step(_filled(layout, params), *args), layout.shapes, given
+                lambda params, args: step(_filled(layout, params), *args), layout.shapes, arguments
             )
 
         def exposed() -> dict[str, float]:
-            found: dict[str, float] = defaultdict(float)
+            seconds: dict[str, float] = defaultdict(float)
             for cost in costs():
                 rule = None if cost.path is None else layout[cost.path].rule
                 if rule is not None:
-                    found[rule] += cost.exposed
-            return found
+                    seconds[rule] += cost.exposed
+            return seconds
 
-        return candidates(layout, seen, shapes_of(self.args, given), exposed)
+        return candidates(layout, seen, shapes_of(self.args, arguments), exposed)
 
     def plain(self, layout: Layout) -> Iterator[tuple[str, float]]:
         params = _filled(layout, layout.shapes)
@@ -175,8 +175,8 @@ class _Played(NamedTuple):
 def _tried(asked: _Question, first: _Played, tries: int) -> tuple[TriedRule, ...]:
     # Faster changes stay, so that later ones build on them.
     kept, exchanges = [first], list[TriedRule]()
-    found = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
-    for candidate in islice(found, tries):
+    proposed = asked.candidates(first.layout, lambda: kept[-1].costs) if tries else ()
+    for candidate in islice(proposed, tries):
         now = kept[-1]
         other = candidate.of(now.layout)
         if other is None:

@@ -73,7 +73,7 @@ def infer_layout(
         `pp`).
       target: described devices, as for `Layout.explain`. The loss and its gradient are compiled
         with the inferred map and with plain ones. The fastest map that fits the memory is returned;
-        the inferred one is kept unless another is faster by more than 1%. None: no comparison. Not
+        the inferred map is kept unless another is faster by more than 1%. None: no comparison. Not
         for pipelines, of which the function knows nothing.
       show: called with each line of the reasons, such as `print`. A line that begins with `unsure`
         names an operation that was not followed or moves data, and its weights.
@@ -121,9 +121,9 @@ def infer_layout(
                 name: str = name,
                 chosen: dict[int, str] = chosen,
             ) -> Dims:
-                for dim, one in enumerate(seen.classes[array.path]):
-                    if one in chosen and not axes_of(taken[dim]):
-                        reasons[array.path].append(f"{name}: {chosen[one]}")
+                for dim, key in enumerate(seen.classes[array.path]):
+                    if key in chosen and not axes_of(taken[dim]):
+                        reasons[array.path].append(f"{name}: {chosen[key]}")
                         return {dim: (name,)}
                 return {}
 
@@ -132,10 +132,10 @@ def infer_layout(
     for name in by_role["fully sharded"]:
 
         def largest(array: Shaped, taken: Sequence[Entry], name: str = name) -> Dims:
-            found = seen.largest(array, taken, name, mesh)
-            if found:
+            sharded = seen.largest(array, taken, name, mesh)
+            if sharded:
                 reasons[array.path].append(f"{name}: the largest dimension that is left")
-            return found
+            return sharded
 
         rules = extended(params, mesh, rules, largest, batch=(name,))
     if by_role["data"]:
@@ -149,9 +149,9 @@ def infer_layout(
     whole = data_parallel(params, mesh, axis=gathered, within=before) if gathered else None
     compared: list[Compared] = []
     plain = others(params, mesh, whole if by_role["fully sharded"] and before else None)
-    for found in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
-        tell(str(found))
-        compared.append(found)
+    for trial in compare(function, params, batch, mesh, {"this map": rules, **dict(plain)}, target):
+        tell(str(trial))
+        compared.append(trial)
     best = _best(compared, target, tell)
     several = {name for name, size in mesh.shape.items() if size > 1} - set(by_role["expert"])
     return _constrained(best, seen, several, tell)
@@ -174,13 +174,13 @@ def _constrained(
 
 def _best(compared: Sequence[Compared], target: Any, tell: Callable[[str], object]) -> LayoutMap:
     first, best = compared[0], compared[0]
-    for found in compared[1:]:
+    for trial in compared[1:]:
         if (
-            found.seconds is not None
-            and found.fits
-            and (best.seconds is None or not best.fits or found.seconds < FASTER * best.seconds)
+            trial.seconds is not None
+            and trial.fits
+            and (best.seconds is None or not best.fits or trial.seconds < FASTER * best.seconds)
         ):
-            best = found
+            best = trial
     if best is not first:
         tell(f"taken: {best.name}, the fastest that fits the memory of {target}")
     return best.rules
@@ -193,26 +193,26 @@ def _told(rules: LayoutMap, reasons: Mapping[str, list[str]], seen: TracedDims) 
         otherwise = "as its values" if rules.rule(key).mesh_axes else "replicated"
         why = "; ".join(reasons.get(path, [])) or otherwise
         lines.append(f"{key}: {rules[key]}  # {why}")
-    weights = {token for own in seen.classes.values() for token in own}
+    weights = {token for keys in seen.classes.values() for token in keys}
     for what, tokens in seen.flow.unsure.items():
         touched = {seen.flow.of(t) for t in tokens} & weights
-        found = sorted(
-            {without_numbers(p) for p, own in seen.classes.items() if touched & set(own)}
+        paths = sorted(
+            {without_numbers(p) for p, keys in seen.classes.items() if touched & set(keys)}
         )
-        if found:
-            lines.append(f"unsure: {what}: dimensions of {', '.join(found[:6])}")
+        if paths:
+            lines.append(f"unsure: {what}: dimensions of {', '.join(paths[:6])}")
     return lines
 
 
-def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[str, ...]]:
-    for name in given or {}:
+def _roles(mesh: AnyMesh, roles: Mapping[str, str] | None) -> dict[str, tuple[str, ...]]:
+    for name in roles or {}:
         if name not in mesh.axis_names:
             raise value_error(
                 f"roles has {name!r}, and the mesh {dict(mesh.shape)}; name axes of the mesh"
             )
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, ())
+    by_role: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, ())
     for name in map(str, mesh.axis_names):
-        role = (given or {}).get(name) or next(
+        role = (roles or {}).get(name) or next(
             (role for role, pattern in NAMES.items() if re.fullmatch(pattern, name)), None
         )
         if role is None and mesh.shape[name] == 1:
@@ -222,5 +222,5 @@ def _roles(mesh: AnyMesh, given: Mapping[str, str] | None) -> dict[str, tuple[st
                 f"mesh axis {name!r} has no role that its name tells; say it, "
                 f"roles={{{name!r}: ...}}: one of {', '.join(map(repr, ROLES))}"
             )
-        found[role] += (name,)
-    return found
+        by_role[role] += (name,)
+    return by_role

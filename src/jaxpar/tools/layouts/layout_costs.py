@@ -26,7 +26,7 @@ TITLES = ("weight", "spec", "moves", "collective", "times", "bytes", "transfer u
 @readable
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one kind of collective for one weight in a step, on one device.
+    """The cost of a kind of collective for a weight in a step, on a device.
 
     Attributes:
       path: the weight's path; None for no weight.
@@ -123,8 +123,8 @@ class LayoutCosts:
       >>> mesh = make_mesh("tp=4", devices=jax.devices()[:4])
       >>> layout = LayoutMap({"w": ("tp", None)}).layout({"w": jnp.ones((8, 128))}, mesh)
       >>> x = jnp.ones((16, 8))
-      >>> found = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
-      >>> found.of("w")[0].collective
+      >>> costs = layout.explain(lambda params, x: x @ params["w"], "v5e:2x2", x, tries=0)
+      >>> costs.of("w")[0].collective
       'tp all-gather'
     """
 
@@ -142,7 +142,7 @@ class LayoutCosts:
         return tuple(e for e in self.tried if e.is_faster or e.disagrees)
 
     def of(self, path: str) -> tuple[Cost, ...]:
-        """Returns the costs of one weight."""
+        """Returns the costs of a weight."""
         self.layout[path]  # raises with the nearest path for an unknown path
         return tuple(cost for cost in self.costs if cost.path == path)
 
@@ -167,15 +167,15 @@ class LayoutCosts:
 
     def text(self, rows: int | None = SHOWN) -> str:
         """Returns costs by rule and flagged changes. `rows=None` shows all rows."""
-        found = list(self._by_rule())
-        cells = [TITLES, *found[:rows]]
+        table = list(self._by_rule())
+        cells = [TITLES, *table[:rows]]
         widths = [max(len(row[column]) for row in cells) for column in range(len(TITLES))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in cells
         ]
-        if len(cells) <= len(found):
-            lines.append(f"... and {len(found) + 1 - len(cells)} rows more")
+        if len(cells) <= len(table):
+            lines.append(f"... and {len(table) + 1 - len(cells)} rows more")
         mesh = ", ".join(f"{name}={size}" for name, size in self.target.mesh.shape.items())
         step = self.timeline
         lines.append(
@@ -187,12 +187,12 @@ class LayoutCosts:
         tables = [e for e in self.flagged if e.cause == "features of what is looked up"]
         faster = [e for e in self.flagged if e.is_faster and e not in tables]
         others = [e for e in self.flagged if not e.is_faster and e not in tables]
-        for title, found in (
+        for title, changes in (
             ("activations travel to and from tables with features over the batch's axis:", tables),
             ("faster with two dimensions swapped:", faster),
             ("sharded otherwise than their operands:", others),
         ):
-            lines += [title] * bool(found) + [str(e) for e in found]
+            lines += [title] * bool(changes) + [str(e) for e in changes]
         best = min([step.total, *(e.seconds_after for e in self.tried)])
         lines += [
             f"plainer and faster: {name}, the step takes {_us(seconds)} us"

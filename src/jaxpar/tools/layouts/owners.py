@@ -38,18 +38,18 @@ class Owners:
         collective = self.values.collective(name)
         parts = [] if collective is None else self._parts(collective)
         whole = sum(operand.bytes for _, operand in parts) or 1
-        found: dict[tuple[str | None, What | None], float] = defaultdict(float)
+        shares: dict[tuple[str | None, What | None], float] = defaultdict(float)
         for value, operand in parts:
             what, paths = self._cause(value, self.values.value(operand))
             for path in paths or {None}:
-                found[path, what if path else None] += operand.bytes / whole / max(len(paths), 1)
-        return found or {(None, None): 1.0}
+                shares[path, what if path else None] += operand.bytes / whole / max(len(paths), 1)
+        return shares or {(None, None): 1.0}
 
     def _parts(self, collective: Instruction) -> list[tuple[Value, Instruction]]:
         operands = collective.operands
         if len(operands) == 1 or not collective.type_text.startswith("("):
             return [(self.values.value(collective), operands[0])]
-        return [(self.values.value(collective, n), one) for n, one in enumerate(operands)]
+        return [(self.values.value(collective, n), operand) for n, operand in enumerate(operands)]
 
     def _cause(self, value: Value, operand: Value) -> tuple[What, set[str]]:
         if weights := self._itself(operand):
@@ -76,9 +76,9 @@ class Owners:
             return self.values.sources(value) if value.moves else iter(())
 
         return {
-            self.weights[found.instruction]
-            for found in reached([value], back)
-            if found.instruction in self.weights
+            self.weights[source.instruction]
+            for source in reached([value], back)
+            if source.instruction in self.weights
         }
 
     def _multiplied(self, value: Value) -> set[str]:
@@ -87,14 +87,14 @@ class Owners:
         def back(value: Value) -> Iterator[Value]:
             return self.values.sources(value) if value.is_linear else iter(())
 
-        products = [found for found in reached([value], back) if found.multiplies]
+        products = [product for product in reached([value], back) if product.multiplies]
         return set[str]().union(*map(self._factors, products))
 
     def _multiplying(self, value: Value) -> set[str]:
         """Returns the weights in the nearest products."""
         level, seen = [value], set[Value]()
         while level:
-            users = {user: None for one in level for user in self.values.users[one]}
+            users = {user: None for maker in level for user in self.values.users[maker]}
             level = [user for user in users if user not in seen]
             seen.update(level)
             factors = set[str]().union(*(self._factors(user) for user in level if user.multiplies))
@@ -108,7 +108,7 @@ class Owners:
 
     def _renewed(self, results: Sequence[str | None]) -> dict[Value, set[str]]:
         """Returns the weights that values become part of."""
-        found: dict[Value, set[str]] = {}
+        weights: dict[Value, set[str]] = {}
         by_path: dict[str, list[Value]] = {}
         for value, path in zip(self.values.results(), results, strict=True):
             if path is not None:
@@ -120,5 +120,5 @@ class Owners:
 
         for path, values in by_path.items():
             for value in reached(values, back):
-                found.setdefault(value, set()).add(path)
-        return found
+                weights.setdefault(value, set()).add(path)
+        return weights

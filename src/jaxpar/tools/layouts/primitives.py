@@ -23,8 +23,8 @@ class Steps(Classes):
     # Each method serves one primitive. It takes the equation, operands, shapes and result.
     def _elementwise(self, args: list[Tokens], shapes: list[Any], out: Tokens) -> Tokens:
         tokens = list(self.fresh(out))
-        for given, shape in zip(args, shapes, strict=True):
-            for d, (token, size) in enumerate(zip(given, shape, strict=True)):
+        for operand, shape in zip(args, shapes, strict=True):
+            for d, (token, size) in enumerate(zip(operand, shape, strict=True)):
                 if size == out[d]:
                     tokens[d] = self.join(token, tokens[d])
         return tuple(tokens)
@@ -45,8 +45,8 @@ class Steps(Classes):
         size = self.bytes_of(e.outvars[0])
         flops = 2.0 * prod(out) * prod(shapes[0][d] for d in numbers[0][0])
         what = "a matmul"
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, OneHot) and weights_of(other):
+        for side, other in ((left, right), (right, left)):
+            if isinstance(side, OneHot) and weights_of(other):
                 what = LOOKED_UP
                 self.looked_up |= weights_of(other)
         self.sums.append(Sum(tuple(contracted), size, what))

@@ -31,17 +31,17 @@ class RuleCandidate(NamedTuple):
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*(some[0] if len(some) == 1 else some or None for some in self.axes))
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in self.axes))
 
     def arrays(self, layout: Layout) -> list[ArrayLayout]:
         return [array for array in layout.values() if array.rule in self.rules]
 
     def of(self, layout: Layout) -> Layout | None:
         # None: sizes do not divide, have padding or are interleaved.
-        own = self.arrays(layout)
-        if not all(map(self._fits, own)):
+        arrays = self.arrays(layout)
+        if not all(map(self._fits, arrays)):
             return None
-        return layout.changed({array.path: self._changed(array) for array in own})
+        return layout.changed({array.path: self._changed(array) for array in arrays})
 
     def _fits(self, array: ArrayLayout) -> bool:
         return len(array.shape) == len(self.axes) and all(
@@ -94,7 +94,7 @@ def candidates(
 def exchanges(
     layout: Layout, rules: tuple[str, ...]
 ) -> Iterator[tuple[tuple[int, int], RuleCandidate]]:
-    # Rules have one spec; the last dimensions come first.
+    # The rules share a spec; the last dimensions come first.
     array = layout[_path(layout, rules[0])]
     for first, second in reversed(list(combinations(range(len(array.shape)), 2))):
         axes = list(array.axes)
@@ -141,24 +141,24 @@ class Members:
 
     def of(self, layout: Layout) -> dict[int, dict[Any, Axes]]:
         # Layers share a rule's dimension.
-        found: dict[int, dict[Any, Axes]] = defaultdict(dict)
-        for number, (one, axes) in enumerate(self.of_data):
-            found[one][number] = axes - self.gathered
+        members: dict[int, dict[Any, Axes]] = defaultdict(dict)
+        for number, (key, axes) in enumerate(self.of_data):
+            members[key][number] = axes - self.gathered
         for path, array in layout.items():
             if path in self.following:
                 continue
-            for dim, (one, axes) in enumerate(
+            for dim, (key, axes) in enumerate(
                 zip(self.seen.classes[path], array.axes, strict=True)
             ):
-                found[one][array.rule, dim] = frozenset(axes) - self.gathered
-        return found
+                members[key][array.rule, dim] = frozenset(axes) - self.gathered
+        return members
 
     def conflicts(self, layout: Layout) -> int:
         total = 0
-        for own in self.of(layout).values():
-            for name in frozenset[str]().union(*own.values()):
-                over = sum(name in axes for axes in own.values())
-                total += min(over, len(own) - over)
+        for members in self.of(layout).values():
+            for name in frozenset[str]().union(*members.values()):
+                over = sum(name in axes for axes in members.values())
+                total += min(over, len(members) - over)
         return total
 
     def at_odds(
@@ -169,30 +169,30 @@ class Members:
         Lookup tables come first. Then each exchange leaves the fewest conflicts.
         """
         single = _singles(layout)
-        found = [found for (rule,) in single if (found := self._by_rows(layout, rule))]
-        for candidate in found:
+        changes = [change for (rule,) in single if (change := self._by_rows(layout, rule))]
+        for candidate in changes:
             layout = candidate.of(layout) or layout
-        done = {candidate.rule for candidate in found}
+        done = {candidate.rule for candidate in changes}
         while best := self._best(layout, [g for g in (*groups, *single) if done.isdisjoint(g)]):
             candidate, layout = best
-            found.append(candidate)
+            changes.append(candidate)
             done.update(candidate.rules)
-        return found, layout
+        return changes, layout
 
     def _by_rows(self, layout: Layout, rule: str) -> RuleCandidate | None:
         """Returns a lookup table's change from features to rows, or None."""
         path, flow = _path(layout, rule), self.seen.flow
-        own = {array.path for array in layout.values() if array.rule == rule} - self.following
-        if not own or not own <= flow.looked_up:
+        paths = {array.path for array in layout.values() if array.rule == rule} - self.following
+        if not paths or not paths <= flow.looked_up:
             return None
         looked_up = flow.rows_looked_up()
-        rows = [dim for dim, one in enumerate(self.seen.classes[path]) if one in looked_up]
+        rows = [dim for dim, key in enumerate(self.seen.classes[path]) if key in looked_up]
         axes = layout[path].axes
         odd = {dim: tuple(n for n in axes[dim] if n in self.gathered) for dim in range(len(axes))}
         odd = {dim: names for dim, names in odd.items() if names and dim not in rows}
         if not odd or not rows:
             return None
-        without = [tuple(n for n in own if n not in odd.get(d, ())) for d, own in enumerate(axes)]
+        without = [tuple(n for n in over if n not in odd.get(d, ())) for d, over in enumerate(axes)]
         by_rows = list(without)
         by_rows[rows[0]] += tuple(name for names in odd.values() for name in names)
         dim, names = next(iter(odd.items()))
@@ -211,28 +211,28 @@ class Members:
         self, layout: Layout, groups: Sequence[tuple[str, ...]]
     ) -> tuple[RuleCandidate, Layout] | None:
         # It leaves the fewest conflicts. Fewer rules win ties.
-        least, found = (self.conflicts(layout), 0), None
+        least, best = (self.conflicts(layout), 0), None
         for rules in groups if least[0] else ():
             for dims, candidate in exchanges(layout, rules):
                 other = candidate.of(layout)
                 if other is None:
                     continue
                 if (odds := (self.conflicts(other), len(rules))) < least:
-                    least, found = odds, (dims, candidate, other)
-        if found is None:
+                    least, best = odds, (dims, candidate, other)
+        if best is None:
             return None
-        dims, candidate, other = found
+        dims, candidate, other = best
         text = self._disagrees(layout, candidate, dims)
         return candidate._replace(cause="at odds", disagrees=text), other
 
     def _disagrees(self, layout: Layout, candidate: RuleCandidate, dims: tuple[int, int]) -> str:
         path, members = _path(layout, candidate.rule), self.of(layout)
         for dim in dims:
-            one = self.seen.classes[path][dim]
-            own = members[one][candidate.rule, dim]
-            for other, axes in members[one].items():
+            key = self.seen.classes[path][dim]
+            over = members[key][candidate.rule, dim]
+            for other, axes in members[key].items():
                 is_apart = not isinstance(other, tuple) or other[0] not in candidate.rules
-                if axes != own and is_apart:
+                if axes != over and is_apart:
                     what = "a dimension of the data"
                     if isinstance(other, tuple):
                         rule, its = other
@@ -242,7 +242,7 @@ class Members:
                             else "a replicated array"
                         )
                     return (
-                        f"its dimension {dim}, over {_text(own)}, is multiplied with {what}, over "
+                        f"its dimension {dim}, over {_text(over)}, is multiplied with {what}, over "
                         f"{_text(axes)}"
                     )
         return ""
@@ -252,10 +252,10 @@ def _text(axes: Axes) -> str:
     return ", ".join(map(repr, sorted(axes))) or "no axis"
 
 
-def shapes_of(args: Sequence[Any], given: Sequence[Any]) -> list[Data]:
+def shapes_of(args: Sequence[Any], laid_args: Sequence[Any]) -> list[Data]:
     return [
         Data(x, isinstance(arg, Layout))
-        for arg, laid in zip(args, given, strict=True)
+        for arg, laid in zip(args, laid_args, strict=True)
         for x in jax.tree.leaves(laid)
         if is_array(x)
     ]

@@ -38,14 +38,14 @@ class TracedDims:
         self.flow = flow = dimensions.flow
         self.arrays, self.classes = dimensions.arrays, dimensions.classes
         self.data = dimensions.data
-        self.of_batch = {one for own in self.data for one in own}
+        self.of_batch = {key for keys in self.data for key in keys}
         self.looked_up = flow.rows_looked_up()
         self.experts = {flow.of(t) for t in flow.experts}
         self.flops = sum(matmul.flops for matmul in flow.matmuls)
         self.work = [({flow.of(t) for t in m.tokens}, m.flops) for m in flow.matmuls]
         self.weights = self._weights()
         pairs = {(flow.of(a), flow.of(b)) for a, b in flow.together}
-        pairs |= {pair for own in self.classes.values() for pair in combinations(own, 2)}
+        pairs |= {pair for keys in self.classes.values() for pair in combinations(keys, 2)}
         self.apart = pairs | {(b, a) for a, b in pairs}
 
     def _weights(self) -> dict[int, Multiplied]:
@@ -55,57 +55,57 @@ class TracedDims:
         made: dict[int, float] = defaultdict(float)
         members: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for matmul in flow.matmuls:
-            for one in {flow.of(t) for t in matmul.tokens}:
-                flops[one] += matmul.flops
-            for one in {flow.of(t) for t in matmul.result}:
-                made[one] += matmul.bytes
-        for found in flow.sums:
-            for one in {flow.of(t) for t in found.over}:
-                sums[one] += found.bytes
-        for path, own in self.classes.items():
-            for dim, one in enumerate(own):
-                members[one].append((path, dim))
+            for key in {flow.of(t) for t in matmul.tokens}:
+                flops[key] += matmul.flops
+            for key in {flow.of(t) for t in matmul.result}:
+                made[key] += matmul.bytes
+        for total in flow.sums:
+            for key in {flow.of(t) for t in total.over}:
+                sums[key] += total.bytes
+        for path, keys in self.classes.items():
+            for dim, key in enumerate(keys):
+                members[key].append((path, dim))
         return {
-            one: Multiplied(flops[one], sums[one], made[one], tuple(of))
-            for one, of in members.items()
+            key: Multiplied(flops[key], sums[key], made[key], tuple(of))
+            for key, of in members.items()
         }
 
     def choose(self, count: int, role: str, before: LayoutMap | None) -> dict[int, str]:
         taken = set[int]()
-        for path, own in self.classes.items():
+        for path, keys in self.classes.items():
             entries = before.rule(before.matching(path)[0]).entries if before is not None else ()
-            taken |= {one for one, entry in zip(own, entries, strict=False) if axes_of(entry)}
+            taken |= {key for key, entry in zip(keys, entries, strict=False) if axes_of(entry)}
         able = [
-            one
-            for one, known in self.weights.items()
-            if one not in self.of_batch | taken
-            and (known.flops or one in self.looked_up)
-            and self._divided(one, count)
+            key
+            for key, known in self.weights.items()
+            if key not in self.of_batch | taken
+            and (known.flops or key in self.looked_up)
+            and self._divided(key, count)
         ]
         if role == "expert":
-            able = [one for one in able if one in (self.experts or self._of_matrices())]
-        chosen = self._least([one for one in able if self.weights[one].flops], count)
+            able = [key for key in able if key in (self.experts or self._of_matrices())]
+        chosen = self._least([key for key in able if self.weights[key].flops], count)
         if role == "expert":
             chosen = chosen[:1]
         else:  # lookup tables, which nothing multiplies
             chosen += [
-                one
-                for one in able
-                if not self.weights[one].flops
-                and not any((one, other) in self.apart for other in chosen)
+                key
+                for key in able
+                if not self.weights[key].flops
+                and not any((key, other) in self.apart for other in chosen)
             ]
         self._tell_cuts(able, chosen)
-        return {one: self._why(self.weights[one]) for one in chosen}
+        return {key: self._why(self.weights[key]) for key in chosen}
 
     def stacks(self, name: str, count: int) -> dict[int, str]:
         """Returns the first dimensions of weights that a loop over layers takes apart."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for length, tokens in self.flow.stacked:
             over = {self.flow.of(t) for t in tokens}
             if over & self.of_batch:  # a loop over rows or tokens
                 continue
-            for path, own in self.classes.items():
-                if not own or own[0] not in over or self.arrays[path].shape[0] != length:
+            for path, keys in self.classes.items():
+                if not keys or keys[0] not in over or self.arrays[path].shape[0] != length:
                     continue
                 if length % count:
                     raise value_error(
@@ -113,47 +113,47 @@ class TracedDims:
                         f"{path!r}: {length} = {length // count} x {count} + {length % count}; "
                         "choose an axis or a number of layers that fits"
                     )
-                found[own[0]] = f"a scan over {length} layers"
-        if not found and count > 1:
+                reasons[keys[0]] = f"a scan over {length} layers"
+        if not reasons and count > 1:
             raise value_error(
                 f"{name!r} is a pipeline's axis, and no scan of the function takes the layers of "
                 "weights; stack them along a first dimension, and call jax.lax.scan over it, or "
                 f"give the axis another role, roles={{{name!r}: ...}}"
             )
-        return found
+        return reasons
 
     def rows_carried(self) -> int:
         """Returns the batch's dimension in carried activations."""
-        rows = {own[0] for own in self.data if own}
+        rows = {keys[0] for keys in self.data if keys}
         for tokens in self.flow.carried:
-            found = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
-            if found and len(tokens) > 1:
-                return found[0]
+            dims = [dim for dim, t in enumerate(tokens) if self.flow.of(t) in rows]
+            if dims and len(tokens) > 1:
+                return dims[0]
         return 0
 
     def _of_matrices(self) -> set[int]:
-        used = {p: [c for c in own if self.weights[c].flops] for p, own in self.classes.items()}
-        return {one for own in used.values() if len(own) > 2 for one in own}
+        used = {p: [c for c in keys if self.weights[c].flops] for p, keys in self.classes.items()}
+        return {key for keys in used.values() if len(keys) > 2 for key in keys}
 
     def _tell_cuts(self, able: Sequence[int], chosen: Sequence[int]) -> None:
-        sharded = {path for path, own in self.classes.items() if set(own) & set(chosen)}
+        sharded = {path for path, keys in self.classes.items() if set(keys) & set(chosen)}
         for cut in self.flow.cuts:
-            one = self.flow.of(cut.before)
-            if one in chosen:
+            key = self.flow.of(cut.before)
+            if key in chosen:
                 what = f"{cut.what} of a sharded dimension, whose parts move between devices"
-                self.flow.unsure[what].append(one)
-            elif one in able and not sharded & {path for path, _ in self.weights[one].members}:
-                self.flow.unsure[f"{cut.what} of a dimension that stays unsharded"].append(one)
+                self.flow.unsure[what].append(key)
+            elif key in able and not sharded & {path for path, _ in self.weights[key].members}:
+                self.flow.unsure[f"{cut.what} of a dimension that stays unsharded"].append(key)
 
     def _least(self, able: Sequence[int], count: int) -> list[int]:
         """Returns the cheapest classes, at most one per array."""
-        for one in able:
-            if (one, one) in self.apart:  # a recurrence: both dimensions of one matrix
-                self.flow.unsure["a dimension that is twice in one array"].append(one)
-        able = [one for one in able if (one, one) not in self.apart and self._mostly_kept(one)]
-        able.sort(key=lambda one: self.weights[one].sums / self.weights[one].flops)
-        groups = [[one] for one in able]  # and with classes that cuts link to it
-        families = [self._family(one) & set(able) for one in able]
+        for key in able:
+            if (key, key) in self.apart:  # a recurrence: both dimensions of a matrix
+                self.flow.unsure["a dimension that is twice in one array"].append(key)
+        able = [key for key in able if (key, key) not in self.apart and self._mostly_kept(key)]
+        able.sort(key=lambda key: self.weights[key].sums / self.weights[key].flops)
+        groups = [[key] for key in able]  # and with classes that cuts link to it
+        families = [self._family(key) & set(able) for key in able]
         groups += [sorted(family) for family in families if len(family) > 1]
         chosen: list[int] = []
         better = True
@@ -162,14 +162,14 @@ class TracedDims:
             for group in groups:
                 if set(group) <= set(chosen) or self._are_apart(group, group):
                     continue
-                without = [one for one in chosen if one not in group]
-                without = [one for one in without if not self._are_apart([one], group)]
+                without = [key for key in chosen if key not in group]
+                without = [key for key in without if not self._are_apart([key], group)]
                 if self._cost([*without, *group], count) < self._cost(chosen, count) - 1e-9:
                     chosen, better = [*without, *group], True
         return chosen
 
-    def _are_apart(self, some: Sequence[int], others: Sequence[int]) -> bool:
-        return any((one, other) in self.apart for one in some for other in others)
+    def _are_apart(self, keys: Sequence[int], others: Sequence[int]) -> bool:
+        return any((key, other) in self.apart for key in keys for other in others)
 
     def _cost(self, chosen: Sequence[int], count: int) -> float:
         """Returns the share of replicated work, plus a part of the bytes sent.
@@ -180,56 +180,56 @@ class TracedDims:
         parted: dict[int, float] = defaultdict(float)  # bytes
         gathered: dict[int, float] = defaultdict(float)
         for cut in self.flow.cuts:
-            one = self.flow.of(cut.before)
-            if one in chosen:
-                (parted if self._is_sharded(cut, chosen, count) else gathered)[one] += cut.bytes
-        useful = {one for one in chosen if 2 * gathered[one] <= self.weights[one].made}
+            key = self.flow.of(cut.before)
+            if key in chosen:
+                (parted if self._is_sharded(cut, chosen, count) else gathered)[key] += cut.bytes
+        useful = {key for key in chosen if 2 * gathered[key] <= self.weights[key].made}
         whole = sum(flops for tokens, flops in self.work if not tokens & useful)
-        sent = sum(self.weights[one].sums for one in chosen)
+        sent = sum(self.weights[key].sums for key in chosen)
         sent += sum(parted.values()) / count + sum(gathered.values())
-        sums = sum(found.bytes for found in self.flow.sums) or 1.0
+        sums = sum(total.bytes for total in self.flow.sums) or 1.0
         return whole / self.flops + 0.25 * sent / sums
 
     def _is_sharded(self, cut: Cut, chosen: Sequence[int], count: int) -> bool:
         if cut.after is None:
             return False
-        one = self.flow.of(cut.after)
-        if one in self.weights or self._are_apart([one], chosen):
-            return one in chosen
-        return min(self.flow.sizes[one]) >= count
+        key = self.flow.of(cut.after)
+        if key in self.weights or self._are_apart([key], chosen):
+            return key in chosen
+        return min(self.flow.sizes[key]) >= count
 
-    def _family(self, one: int) -> set[int]:
+    def _family(self, key: int) -> set[int]:
         """Returns a class with those linked by cuts."""
         pairs = {
             (self.flow.of(cut.before), self.flow.of(cut.after))
             for cut in self.flow.cuts
             if cut.after is not None
         }
-        found, size = {one}, 0
-        while len(found) > size:
-            size = len(found)
-            found |= {b for a, b in pairs if a in found} | {a for a, b in pairs if b in found}
-        return found
+        linked, size = {key}, 0
+        while len(linked) > size:
+            size = len(linked)
+            linked |= {b for a, b in pairs if a in linked} | {a for a, b in pairs if b in linked}
+        return linked
 
-    def _divided(self, one: int, count: int) -> bool:
-        wrong = sorted(size for size in self.flow.sizes[self.flow.of(one)] if size % count)
-        if wrong and self._mostly_kept(one):
+    def _divided(self, key: int, count: int) -> bool:
+        wrong = sorted(size for size in self.flow.sizes[self.flow.of(key)] if size % count)
+        if wrong and self._mostly_kept(key):
             sizes = ", ".join(map(str, wrong))
             what = f"{count} devices do not divide {sizes} (Padded can)"
-            self.flow.unsure[what].append(one)
+            self.flow.unsure[what].append(key)
         return not wrong
 
-    def _mostly_kept(self, one: int) -> bool:
+    def _mostly_kept(self, key: int) -> bool:
         """Returns whether at most half of its matmuls sum over it.
 
         Matmuls of its parts, and of dimensions that it is cut from, count too.
         """
-        family = self._family(one)
+        family = self._family(key)
         used = sum(bool(family & set(map(self.flow.of, m.tokens))) for m in self.flow.matmuls)
         summed = sum(
-            bool(family & set(map(self.flow.of, found.over)))
-            for found in self.flow.sums
-            if found.what in ("a matmul", "a convolution")
+            bool(family & set(map(self.flow.of, total.over)))
+            for total in self.flow.sums
+            if total.what in ("a matmul", "a convolution")
         )
         return 2 * summed <= used
 
@@ -245,9 +245,9 @@ class TracedDims:
         Only rows of lookup tables are sharded: features would not match the batch. Vectors stay
         replicated.
         """
-        own = self.classes[array.path]
-        rows = [dim for dim, one in enumerate(own) if one in self.looked_up]
-        used = [dim for dim, one in enumerate(own) if dim in rows or self.weights[one].flops]
+        keys = self.classes[array.path]
+        rows = [dim for dim, key in enumerate(keys) if key in self.looked_up]
+        used = [dim for dim, key in enumerate(keys) if dim in rows or self.weights[key].flops]
         if len(used) < 2:
             return {}
         if array.path in self.flow.looked_up:
@@ -262,7 +262,7 @@ class TracedDims:
         if not fitting:
             if array.path in self.flow.looked_up:
                 what = f"{count} devices of {name!r} do not divide rows that are looked up"
-                self.flow.unsure[what] += [own[dim] for dim in rows]
+                self.flow.unsure[what] += [keys[dim] for dim in rows]
             return {}
         best = min(fitting, key=lambda d: (bool(axes_of(taken[d])), -array.shape[d]))
         return {best: (name,)}

@@ -85,7 +85,7 @@ class CallSite:
       part: "forward", "backward", "forward, no gradients", "row chunks" or "dispatch".
       line: the program's line, such as `model.py:12 in mlp`.
       algorithms: all, with predictions.
-      taken: the name of the chosen one.
+      taken: the name of the chosen algorithm.
       by: "auto", or "tuned" or "named" if a file or the program says so, or "in row chunks", whose
         collectives are naive.
     """
@@ -193,15 +193,15 @@ def ways(
       >>> from jaxpar.schedule import target
       >>> v5p = target("v5p:2x2x2", "tp=8")
       >>> x, w = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for _ in range(2))
-      >>> found = ways(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
+      >>> table = ways(jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"),
       ...     in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")), x, w, target=v5p)
-      >>> [(site.part, site.taken) for site in found.sites]
+      >>> [(site.part, site.taken) for site in table.sites]
       [('forward', 'multi-ring'), ('backward', 'bidirectional')]
     """
     with naming("ways"):
         options = None if compiler_options is None else options_like(compiler_options)
-        given: Any = target
-        if target is not None and not isinstance(given, Target):
+        devices: Any = target
+        if target is not None and not isinstance(devices, Target):
             raise type_error(f"target must be a jaxpar.schedule.Target, got {target!r}")
     is_told = hasattr(f, "over")  # jitted by jaxpar.jit
     if not hasattr(f, "trace"):
@@ -220,28 +220,28 @@ def ways(
                     jitted.trace(*args)
                 else:
                     traced_for(target.mesh, jitted, args)
-    return _found(notes.decisions)
+    return _ways_of(notes.decisions)
 
 
-def _found(decisions: Iterable[Decision]) -> Ways:
-    found: dict[tuple[str, str], tuple[Decision, dict[str, None]]] = {}
+def _ways_of(decisions: Iterable[Decision]) -> Ways:
+    sites: dict[tuple[str, str], tuple[Decision, dict[str, None]]] = {}
     for decision in decisions:
         key = site_of(decision.problem), decision.part
-        if key in found and decision.taken != found[key][0].taken:
+        if key in sites and decision.taken != sites[key][0].taken:
             # A forward pass without a derivative saves no residuals.
             key = key[0], f"{decision.part}, no gradients"
-        _, lines = found.setdefault(key, (decision, {}))
+        _, lines = sites.setdefault(key, (decision, {}))
         if line := _line(decision):
             lines[line] = None
     # Rings over whose axes rows go in chunks.
     cut = {
-        d.problem.ring.names for d, _ in found.values() if d.part == "row chunks" and d.taken != "1"
+        d.problem.ring.names for d, _ in sites.values() if d.part == "row chunks" and d.taken != "1"
     }
-    chips = {d.problem.chip.kind for d, _ in found.values() if d.problem.chip is not None}
+    chips = {d.problem.chip.kind for d, _ in sites.values() if d.problem.chip is not None}
     return Ways(
         tuple(
             _site(name, part, d, ", ".join(lines), cut)
-            for (name, part), (d, lines) in found.items()
+            for (name, part), (d, lines) in sites.items()
         ),
         tuple(
             f"{SENTENCE}: {text_of(KindOfWork(chip, 'matmul', is_large))}"
@@ -252,8 +252,8 @@ def _found(decisions: Iterable[Decision]) -> Ways:
 
 
 def _line(decision: Decision) -> str:
-    found = own_line([Line(*frame) for frame in reversed(decision.frames)])
-    return "" if found is None or not found.is_own else str(found)
+    line = own_line([Line(*frame) for frame in reversed(decision.frames)])
+    return "" if line is None or not line.is_own else str(line)
 
 
 def _is_in_a_block(decision: Decision) -> bool:
