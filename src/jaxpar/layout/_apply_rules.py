@@ -70,7 +70,7 @@ def fit(
 
     `strict` also reports unmatched arrays, and unused rules and axes.
     """
-    found: list[ArrayLayout] = []
+    layouts: list[ArrayLayout] = []
     problems: list[LayoutProblem] = []
     placed: list[Placed] = []
     used: set[str] = set()
@@ -96,14 +96,14 @@ def fit(
                 laid = replace(laid, path=array.path, dtype=array.dtype)
         elif strict:
             problems.append(_of_none(array, near.hint(array.path)))
-        found.append(laid or replicated(array, mesh))
-        by_path[array.path] = found[-1]
+        layouts.append(laid or replicated(array, mesh))
+        by_path[array.path] = layouts[-1]
     if strict:
         problems += _exchanged(placed)
         problems += unused_rules(rules, used, list(shapes))
-        problems += _unused_axes(rules, mesh, found, problems)
+        problems += _unused_axes(rules, mesh, layouts, problems)
         problems += _unknown_axes(rules, mesh)
-    return found, problems
+    return layouts, problems
 
 
 def _of_several(array: Shaped, keys: Sequence[str]) -> LayoutProblem:
@@ -151,28 +151,28 @@ class Placed:
 
     def _refusal(self) -> LayoutProblem | None:
         """Returns a problem that no size decides."""
-        rule, rank, given = self.rule, len(self.array.shape), self.rule.given
+        rule, rank, value = self.rule, len(self.array.shape), self.rule.given
         match rule.action:
             case Split(axes=()):
                 return self.problem(
-                    f"{given!r} says how many shards, and not over which mesh axis",
-                    f"name one, as in Split('tp', {given.dim}); the mesh has {_text(self.mesh)}",
+                    f"{value!r} says how many shards, and not over which mesh axis",
+                    f"name one, as in Split('tp', {value.dim}); the mesh has {_text(self.mesh)}",
                 )
             case Split(dim=dim) if not -rank <= dim < rank:
                 return self.problem(
-                    f"{given!r} is of a dimension that the array lacks, which has {rank}",
+                    f"{value!r} is of a dimension that the array lacks, which has {rank}",
                     f"choose from {-rank} to {rank - 1}" if rank else "say REPLICATED",
                 )
             case Replicate(count=count) if count != self.mesh.size:
                 return self.problem(
-                    f"{given!r} is for {count} devices, and the mesh has {self.mesh.size}",
+                    f"{value!r} is for {count} devices, and the mesh has {self.mesh.size}",
                     "say REPLICATED",
                 )
             case _:
                 pass
         if rule.names is not None and len(rule.names) != rank:
             return self.problem(
-                f"{given!r} names {len(rule.names)} dimensions, and the array has {rank}",
+                f"{value!r} names {len(rule.names)} dimensions, and the array has {rank}",
                 "name every dimension, or have another rule match this array",
             )
         if len(rule.entries) > rank:
@@ -242,19 +242,19 @@ class Placed:
 def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
     """Returns problems of sizes that fit exchanged names."""
     named = [
-        (one, one.rule.names)
-        for one in placed
-        if one.rule.names is not None and len(one.rule.names) == len(one.array.shape)
+        (place, place.rule.names)
+        for place in placed
+        if place.rule.names is not None and len(place.rule.names) == len(place.array.shape)
     ]
-    sizes = NamedSizes(Counter((one.key, names, one.array.shape) for one, names in named))
+    sizes = NamedSizes(Counter((place.key, names, place.array.shape) for place, names in named))
     problems: list[LayoutProblem] = []
-    for one, names in named:
-        shape = one.array.shape
-        if (found := sizes.mended(one.key, names, shape)) is not None:
-            name, size, order = found
+    for place, names in named:
+        shape = place.array.shape
+        if (swap := sizes.mended(place.key, names, shape)) is not None:
+            name, size, order = swap
             problems.append(
-                one.problem(
-                    f"as {one.rule.given!r} its {name!r} has {shape[names.index(name)]} entries, "
+                place.problem(
+                    f"as {place.rule.given!r} its {name!r} has {shape[names.index(name)]} entries, "
                     f"and {size} in other arrays",
                     f"write {' '.join(order)!r}, with which all sizes agree",
                 )
@@ -264,7 +264,7 @@ def _exchanged(placed: Sequence[Placed]) -> list[LayoutProblem]:
 
 def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list[LayoutProblem]:
     near = Nearest(paths, "the nearest path is {}")
-    own = used.intersection(paths)
+    exact = used.intersection(paths)
     return [
         LayoutProblem(
             None,
@@ -273,14 +273,14 @@ def unused_rules(rules: LayoutMap, used: set[str], paths: Sequence[str]) -> list
             "it must match a full path, and `.*` matches anything; correct it or remove it",
         )
         for key in rules
-        if key not in used and not any(map(rules.pattern(key).fullmatch, own))
+        if key not in used and not any(map(rules.pattern(key).fullmatch, exact))
     ]
 
 
 def _unused_axes(
-    rules: LayoutMap, mesh: AnyMesh, found: Sequence[ArrayLayout], problems: Sequence[LayoutProblem]
+    rules: LayoutMap, mesh: AnyMesh, laid: Sequence[ArrayLayout], problems: Sequence[LayoutProblem]
 ) -> list[LayoutProblem]:
-    used = {name for array in found for names in array.axes for name in names}
+    used = {name for array in laid for names in array.axes for name in names}
     others = [rules.rule(problem.rule) for problem in problems if problem.rule is not None]
     others += _of_data(rules).values()
     used |= {name for rule in others for name in rule.mesh_axes}
@@ -316,10 +316,10 @@ def _unknown(rule: Rule, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
 
 
 def _of_data(rules: LayoutMap) -> dict[str, Rule]:
-    found = {} if rules.batch is None else {"batch": rules.batch}
+    by_argument = {} if rules.batch is None else {"batch": rules.batch}
     if rules.results is not None:
-        found |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
-    return found
+        by_argument |= {f"results[{key!r}]": rules.results.rule(key) for key in rules.results}
+    return by_argument
 
 
 def _text(mesh: AnyMesh) -> str:

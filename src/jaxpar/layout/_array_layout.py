@@ -1,4 +1,4 @@
-"""The layout of one array on a mesh."""
+"""The layout of an array on a mesh."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxpar.layout._bits import from_words, is_key, to_words, words_of
 from jaxpar.layout._layout_error import LayoutProblem
 from jaxpar.layout._mesh import size_of
 
-Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # pads or unpads one dimension
+Change = Callable[[PaddedDim, AnyArray, int], AnyArray]  # pads or unpads a dimension
 
 
 @readable
 @dataclass(frozen=True)
 class ArrayLayout:
-    """The layout of one array.
+    """The layout of an array.
 
     Attributes:
       path: the path in the pytree.
@@ -145,11 +145,11 @@ class ArrayLayout:
 
     def pad(self, array: AnyArray) -> AnyArray:
         """Pads with zeros to `padded_shape`, and interleaves layers. Keys get zero bits."""
-        return self._changed(lambda dim, *given: dim.pad(*given), array, self.spec)
+        return self._changed(lambda dim, *args: dim.pad(*args), array, self.spec)
 
     def unpad(self, array: AnyArray) -> AnyArray:
         """Removes padding, and puts layers in the model's order."""
-        return self._changed(lambda dim, *given: dim.unpad(*given), array, self.logical_spec)
+        return self._changed(lambda dim, *args: dim.unpad(*args), array, self.logical_spec)
 
     def _changed(self, change: Change, array: AnyArray, spec: PartitionSpec) -> AnyArray:
         if self.is_plain:
@@ -178,22 +178,22 @@ class ArrayLayout:
 
     def block(self, index: Any, read: Callable[[list[Entries]], np.ndarray]) -> np.ndarray:
         # With padding. `read` gets each dimension's entries.
-        found = [dim.within(one) for one, dim in zip(index, self.blocks, strict=True)]
-        part, padding = read([entries for entries, _ in found]), [(0, after) for _, after in found]
+        cuts = [dim.within(place) for place, dim in zip(index, self.blocks, strict=True)]
+        part, padding = read([entries for entries, _ in cuts]), [(0, after) for _, after in cuts]
         return np.pad(part, padding) if any(map(any, padding)) else part
 
     def words(self, dtype: Any = None) -> ArrayLayout:
         # Of `to_words`, which may have one dimension more.
-        one = words_of(self.dtype if dtype is None else dtype)
-        whole = tuple(PaddedDim.evenly(size, 1) for size in one.shape)
-        shape, blocks = (*self.shape, *one.shape), (*self.blocks, *whole)
-        return replace(self, shape=shape, dtype=one.dtype, blocks=blocks)
+        word = words_of(self.dtype if dtype is None else dtype)
+        whole = tuple(PaddedDim.evenly(size, 1) for size in word.shape)
+        shape, blocks = (*self.shape, *word.shape), (*self.blocks, *whole)
+        return replace(self, shape=shape, dtype=word.dtype, blocks=blocks)
 
 
 def taken(array: np.ndarray, entries: Sequence[Entries]) -> np.ndarray:
-    """Returns the given entries of each dimension, without a copy where they are neighbours."""
-    for dim, own in enumerate(entries):
-        index = slice(own.start, own.stop) if isinstance(own, range) else own
+    """Returns these entries of each dimension, without a copy where they are neighbours."""
+    for dim, places in enumerate(entries):
+        index = slice(places.start, places.stop) if isinstance(places, range) else places
         array = array[(slice(None),) * dim + (index,)]
     return array
 
@@ -202,8 +202,8 @@ def taken(array: np.ndarray, entries: Sequence[Entries]) -> np.ndarray:
 def axes_by_dim(
     spec: PartitionSpec | tuple[Any, ...], rank: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    given = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
-    return (*given, *[()] * (rank - len(given)))
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    return (*axes, *[()] * (rank - len(axes)))
 
 
 def _is_narrow(dtype: Any) -> bool:

@@ -54,8 +54,8 @@ def whole(array: ArrayLayout, x: Any) -> Any:
     if not here:
         everywhere = NamedSharding(array.mesh, PartitionSpec())
         words = jax.jit(lambda y: y, out_shardings=everywhere)(words)
-    one = from_words(jnp.asarray(np.asarray(words)), x.dtype)
-    return array.unpad(one if is_key(x.dtype) else np.asarray(one))
+    full = from_words(jnp.asarray(np.asarray(words)), x.dtype)
+    return array.unpad(full if is_key(x.dtype) else np.asarray(full))
 
 
 def spread(layout: Layout, params: Any) -> Any:
@@ -103,8 +103,8 @@ def _moved(
 ) -> dict[str, Array]:
     """Changes arrays on devices as their words, in three programs.
 
-    In one, the compiler would turn words back into floats and widen 8-bit floats, which changes
-    NaNs.
+    In a single program, the compiler would turn words back into floats and widen 8-bit floats,
+    which changes NaNs.
     """
     held = {path: layout[path].words(x.dtype) for path, x in arrays.items()}
 
@@ -139,25 +139,25 @@ def each(
     dtypes: bool = False,
 ) -> Any:
     arrays, _ = arrays_of(params)
-    given = {found[0]: found[1] for found in arrays if found is not None}
+    by_path = {pair[0]: pair[1] for pair in arrays if pair is not None}
     problems = [
         LayoutProblem(path, None, f"{path!r} is missing", "give all arrays of the layout")
         for path in layout
-        if path not in given
+        if path not in by_path
     ]
-    for path, x in given.items():
+    for path, x in by_path.items():
         array = layout.get(path)
-        found = (
+        problem = (
             LayoutProblem(path, None, f"{path!r} is not in the layout", "make one of these arrays")
             if array is None
             else _unlike(array, x, shape_of(array), dtypes)
         )
-        problems += [found] if found else []
+        problems += [problem] if problem else []
         if isinstance(x, jax.ShapeDtypeStruct):
             raise type_error(f"{path!r} is a shape, {x}; give an array")
     refuse(problems)
     leaves, tree = jax.tree.flatten(params)
-    of_leaf = [None if found is None else layout[found[0]] for found in arrays]
+    of_leaf = [None if pair is None else layout[pair[0]] for pair in arrays]
     mapped = [
         x if array is None else function(array, x) for array, x in zip(of_leaf, leaves, strict=True)
     ]
@@ -211,11 +211,11 @@ def of_words(words: Array, dtype: Any, sharding: NamedSharding) -> Array:
 
 def on_host(array: ArrayLayout, x: Any) -> np.ndarray:
     """Returns a host array; refuses integers beyond 32 bits."""
-    given = np.asarray(x)
-    cast = given.astype(array.dtype, copy=False)
-    if given.dtype.kind in "iu" and given.dtype != cast.dtype and (given != cast).any():
+    numbers = np.asarray(x)
+    cast = numbers.astype(array.dtype, copy=False)
+    if numbers.dtype.kind in "iu" and numbers.dtype != cast.dtype and (numbers != cast).any():
         raise value_error(
-            f"{array.path!r} is {given.dtype} and has {given[given != cast][0]}, which is no "
+            f"{array.path!r} is {numbers.dtype} and has {numbers[numbers != cast][0]}, which is no "
             f"{cast.dtype}; set jax_enable_x64, or give smaller numbers"
         )
     return cast

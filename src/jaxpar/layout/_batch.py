@@ -40,9 +40,9 @@ def place_batch(layout: Layout, batch: Any, *, compare: bool = True) -> Any:
 
 
 def _arrays_of(batch: Any) -> tuple[list[tuple[str, np.ndarray]], Any]:
-    found, tree = arrays_of(batch, "batch")
+    pairs, tree = arrays_of(batch, "batch")
     arrays: list[tuple[str, np.ndarray]] = []
-    for pair, (keys, leaf) in zip(found, tree_leaves_with_path(batch), strict=True):
+    for pair, (keys, leaf) in zip(pairs, tree_leaves_with_path(batch), strict=True):
         if pair is None:
             raise type_error(
                 f"{path_text(keys)!r} of the batch is {leaf!r:.40}, no array; make numbers of it, "
@@ -88,11 +88,11 @@ def _from_all(numbers: list[int]) -> np.ndarray:
 def batch_part(layout: Layout) -> tuple[int, int]:
     sharding = NamedSharding(layout.mesh, PartitionSpec(*tuple(_rule(layout).layout)[:1]))
     size = size_of(sharding.mesh, axes_by_dim(sharding.spec, 1)[0])
-    own = sharding.devices_indices_map((size,))
+    index_of = sharding.devices_indices_map((size,))
     mine = sorted(
         {
             along.indices(size)[0]
-            for device, (along,) in own.items()
+            for device, (along,) in index_of.items()
             if device.process_index == jax.process_index()
         }
     )
@@ -105,9 +105,9 @@ def batch_part(layout: Layout) -> tuple[int, int]:
 
 
 def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator[tuple[Any, Array]]:
-    given, like = iter(source), None  # the first batch, whose shapes all batches have
+    iterator, like = iter(source), None  # the first batch, whose shapes all batches have
     while True:
-        batch = next(given, None)
+        batch = next(iterator, None)
         with naming("Layout.batches"):  # not while the caller runs
             if not _any_process(batch is not None):
                 return
@@ -121,8 +121,8 @@ def batches(layout: Layout, source: Iterable[Any], rows: int | None) -> Iterator
                     raise value_error(
                         "the first batch has no rows; say how many batches have, rows="
                     )
-            found = _filled(layout, batch, have, rows or have)
-        yield found
+            filled = _filled(layout, batch, have, rows or have)
+        yield filled
 
 
 def _none_of(like: Any) -> Any:
@@ -174,10 +174,10 @@ def _rule(layout: Layout) -> Rule:
 
 
 def _processes_along(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
-    """Counts each dimension's parts, one for a process."""
+    """Counts each dimension's parts, a part for a process."""
     shape = tuple(size_of(sharding.mesh, axes) for axes in axes_by_dim(sharding.spec, rank))
-    own = sharding.devices_indices_map(shape)
-    mine = [index for device, index in own.items() if device.process_index == jax.process_index()]
+    parts = sharding.devices_indices_map(shape)
+    mine = [index for device, index in parts.items() if device.process_index == jax.process_index()]
     return tuple(
         size // len({along.indices(size)[0] for along in indices})
         for size, indices in zip(shape, zip(*mine, strict=True), strict=True)

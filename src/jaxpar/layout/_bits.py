@@ -47,5 +47,5 @@ def from_words(words: Array, dtype: Any) -> Array:
 
 @lru_cache(maxsize=64)
 def words_of(dtype: Any) -> jax.ShapeDtypeStruct:
-    one: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
-    return one
+    words: jax.ShapeDtypeStruct = jax.eval_shape(to_words, jax.ShapeDtypeStruct((), dtype))
+    return words

@@ -1,7 +1,7 @@
 """Checkpoints without padding or mesh, which any mesh can read.
 
-A checkpoint is one Orbax dict from paths to arrays. Orbax cannot store all: keys and 8-bit floats
-become words, empty arrays one zero, with dtypes and shapes in Orbax's metadata, under `NOTES`.
+A checkpoint is an Orbax dict from paths to arrays. Orbax cannot store all: keys and 8-bit floats
+become words, empty arrays a zero, with dtypes and shapes in Orbax's metadata, under `NOTES`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def save(layout: Layout, folder: str | Path, params: Any) -> None:
 def restore(layout: Layout, folder: str | Path) -> Any:
     ocp, where = _orbax(), _absolute(folder)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        found = _metadata(checkpointer, where)
-        flat, tree = jax.tree_util.tree_flatten_with_path(found.tree)
+        metadata = _metadata(checkpointer, where)
+        flat, tree = jax.tree_util.tree_flatten_with_path(metadata.tree)
         paths = [path_text(keys) for keys, _ in flat]
         there = {  # plain Orbax checkpoints may store text, too
             path: shape_text(x.dtype, x.shape)
             for path, (_, x) in zip(paths, flat, strict=True)
             if hasattr(x, "dtype")
         }
-        notes: dict[str, Any] = dict(found.custom_metadata or {}).get(NOTES, {})
+        notes: dict[str, Any] = dict(metadata.custom_metadata or {}).get(NOTES, {})
         for path, note in notes.items():
             there[path] = note and shape_text(note["dtype"], note["shape"])
         _check(layout, {path: text for path, text in there.items() if text}, str(where))
@@ -89,11 +89,11 @@ def restore(layout: Layout, folder: str | Path) -> Any:
 
 
 def _check_saved(layout: Layout, params: Any) -> None:
-    found = [
+    problems = [
         layout.get(path) and _unsaved(layout[path], x)
         for path, x in filter(None, arrays_of(params)[0])
     ]
-    refuse([problem for problem in found if problem])
+    refuse([problem for problem in problems if problem])
 
 
 def _unsaved(array: ArrayLayout, x: Any) -> LayoutProblem | None:
@@ -136,8 +136,8 @@ def _stored(array: ArrayLayout, noted: bool) -> jax.ShapeDtypeStruct:
 
 def _written(array: ArrayLayout, x: Any) -> Array:
     if not prod(array.shape):
-        one = _stored(array, noted=True)
-        return zeros_of(one.shape, one.dtype, one.sharding)
+        stored = _stored(array, noted=True)
+        return zeros_of(stored.shape, stored.dtype, stored.sharding)
     return to_words(x) if _in_words(array) else x
 
 
@@ -170,21 +170,21 @@ def _metadata(checkpointer: Any, where: Any) -> Any:
         begun = next(where.parent.glob(f"{where.name}.orbax-checkpoint-tmp*"), None)
         more = f"; a save into it was interrupted and left {begun}" if begun else ""
         raise value_error(f"there is no folder {where}; give the one that `save` wrote{more}")
-    found = checkpointer.metadata(where).item_metadata
-    if found is None:
+    metadata = checkpointer.metadata(where).item_metadata
+    if metadata is None:
         # Orbax's managers, and its newer functions, write the arrays into a folder inside.
         parts = [
-            str(one.parent.relative_to(where))
+            str(file.parent.relative_to(where))
             for pattern in ("*/_METADATA", "*/*/_METADATA")
-            for one in sorted(where.glob(pattern))
+            for file in sorted(where.glob(pattern))
         ]
         if parts:
-            some = ", ".join(map(repr, parts[:5])) + ", ..." * (len(parts) > 5)
+            names = ", ".join(map(repr, parts[:5])) + ", ..." * (len(parts) > 5)
             last = f"{'one of them, such as ' * (len(parts) > 1)}{where / parts[-1]}"
-            text = f"there is no checkpoint in {where} itself, but in its {some}; give {last}"
+            text = f"there is no checkpoint in {where} itself, but in its {names}; give {last}"
             raise value_error(text)
         raise value_error(f"there is no checkpoint in {where}; give a folder that `save` wrote")
-    return found
+    return metadata
 
 
 def _check(layout: Layout, there: Mapping[str, str], where: str) -> None:

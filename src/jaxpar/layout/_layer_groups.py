@@ -33,14 +33,14 @@ class Alike:
 
     def _free_of(self, value: Hashable) -> set[int]:
         numbers = self._numbers
-        split = [(numbers.split(re.escape(path)), own) for path, own in self._values.items()]
+        split = [(numbers.split(re.escape(path)), held) for path, held in self._values.items()]
         free: set[int] = set()
         for place in range(1, len(split[0][0]), 2):
             more = {*free, place}
             mine, others = set[tuple[str, ...]](), set[tuple[str, ...]]()
-            for parts, own in split:
+            for parts, held in split:
                 fixed = tuple(part for i, part in enumerate(parts) if i not in more)
-                (mine if own == value else others).add(fixed)
+                (mine if held == value else others).add(fixed)
             if mine.isdisjoint(others) and len({parts[place] for parts, _ in split}) > 1:
                 free = more
         return free

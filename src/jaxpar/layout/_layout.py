@@ -181,7 +181,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Raises:
           ValueError: an axis that the mesh lacks, or that shards a stacked dimension; axes that are
-            not the last ones of one dimension.
+            not the last axes of a dimension.
         """
         names, stacked = axes_in(self._mesh, axis), check_whole("stacked", stacked, 0)
 
@@ -276,8 +276,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         def padded(*args: Any, **kwargs: Any) -> dict[str, Any]:
             made = spread(self, make(*args, **kwargs))
-            found, _ = arrays_of(pad(self, made, dtypes=True))
-            return {path: x for path, x in filter(None, found) if path in full}
+            pairs, _ = arrays_of(pad(self, made, dtypes=True))
+            return {path: x for path, x in filter(None, pairs) if path in full}
 
         empty = {
             path: zeros_of(array.padded_shape, array.dtype, array.sharding)
@@ -380,8 +380,8 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Raises:
           LayoutError: rows that the mesh axes do not divide.
-          ValueError: a map without `batch`; no first batch, or an empty one; too many rows, or
-            different numbers in one batch.
+          ValueError: a map without `batch`; no first batch, or an empty batch; too many rows, or
+            different numbers in a batch.
 
         Example:
           >>> rules = LayoutMap({"w": ("tp",)}, batch=P("dp"))
@@ -399,7 +399,7 @@ class Layout(Mapping[str, ArrayLayout]):
         """Returns the layout of a pytree like the parameters, such as optimizer states.
 
         An array is sharded like a parameter if its path ends in the parameter's. Its shape must be
-        the parameter's (padded or not), or lack one dimension, as for factored moments. If it is
+        the parameter's (padded or not), or lack a dimension, as for factored moments. If it is
         unclear which of two equal dimensions is missing, neither is sharded. Arrays of one entry
         are replicated.
 
@@ -489,7 +489,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           files: one or several files, folders or indices (`model.safetensors.index.json`). A folder
-            means the files of its index, or without one all `*.safetensors`.
+            means the files of its index, or without an index all `*.safetensors`.
           names: a function or mapping from an array's path to its tensor's name. A list of names
             stacks tensors along a first dimension, a list of lists along two. None: the path, with
             dots for slashes.
@@ -548,7 +548,7 @@ class Layout(Mapping[str, ArrayLayout]):
           params: arrays on the mesh. Other leaves are not stored.
           names: as for `read_safetensors`. Two arrays may share a name if they are equal.
           transposed: as for `read_safetensors`.
-          file_bytes: the most bytes of one of several files, unless one tensor has more.
+          file_bytes: the most bytes of a file, if there are several, unless a tensor has more.
 
         Raises:
           LayoutError: arrays of other paths, shapes or dtypes; a dtype that files cannot have;
@@ -633,15 +633,15 @@ class Layout(Mapping[str, ArrayLayout]):
         return Layout(self._rules, self._mesh, leaves, self._tree, self._others, self.ruled)
 
     def tree_of(self, function: Callable[[ArrayLayout], Any]) -> Any:
-        found = [None if array is None else function(array) for array in self._leaves]
-        return jax.tree.unflatten(self._tree, found)
+        leaves = [None if array is None else function(array) for array in self._leaves]
+        return jax.tree.unflatten(self._tree, leaves)
 
     def filled(self, arrays: Mapping[str, Any]) -> Any:
-        found = [
+        leaves = [
             other if array is None else arrays[array.path]
             for array, other in zip(self._leaves, self._others, strict=True)
         ]
-        return jax.tree.unflatten(self._tree, found)
+        return jax.tree.unflatten(self._tree, leaves)
 
     def _noted(self, params: Any) -> Any:
         padded = {table.path for table in self._padded_tables.tables}
@@ -671,8 +671,8 @@ def padded_tables(array: ArrayLayout) -> Iterator[PaddedTable]:
 def layout_of(rules: LayoutMap, params: Any, mesh: Any, *, strict: bool) -> Layout:
     check_mesh(mesh)
     shapes, tree = shapes_in(params)
-    found, problems = fit(rules, list(filter(None, shapes)), mesh, strict=strict)
+    layouts, problems = fit(rules, list(filter(None, shapes)), mesh, strict=strict)
     refuse(problems)
-    fitted = iter(found)
+    fitted = iter(layouts)
     arrays = [shape and next(fitted) for shape in shapes]
     return Layout(rules, mesh, arrays, tree, jax.tree.leaves(params))

@@ -32,7 +32,7 @@ class LayoutMap(MutableMapping[str, Any]):
     - `REPLICATED`: a full copy on every device;
     - `Split(axis, dim)` or `Replicate(count)`.
 
-    To replace an existing key, `pop` it, or merge maps with `|` (the right one wins).
+    To replace an existing key, `pop` it, or merge maps with `|` (the right map wins).
 
     A `Quantized` is one array: its values' rule (`kernel/values`) lays out its scales, too, so that
     each device has those of its own values. Scales are repeated where they are fewer than devices,
@@ -132,11 +132,11 @@ class LayoutMap(MutableMapping[str, Any]):
     def __or__(self, other: Mapping[str, Any]) -> LayoutMap:
         """Returns a merged map. For each key, axis name and option, `other` wins."""
         theirs = other if isinstance(other, LayoutMap) else LayoutMap(other, axes=self._axes)
-        given = {key: rule.given for key, rule in self._rules.items()}
-        given |= {key: rule.given for key, rule in theirs._rules.items()}
+        rules = {key: rule.given for key, rule in self._rules.items()}
+        rules |= {key: rule.given for key, rule in theirs._rules.items()}
         batch, results = theirs._batch or self._batch, theirs._results or self._results
         return LayoutMap(
-            given,
+            rules,
             axes=self._axes | theirs._axes,
             batch=batch and batch.given,
             results=results and {key: rule.given for key, rule in results._rules.items()},
@@ -225,10 +225,10 @@ class _Matcher:
 
     def keys(self, path: str) -> list[str]:
         first, last = self.first.key(path), self.last.key(path)
-        found = [] if first is None else [first]
+        keys = [] if first is None else [first]
         if first != last:
-            found = [key for key, pattern in self.others.items() if pattern.fullmatch(path)]
-        return found + [key for key, pattern in self.alone.items() if pattern.fullmatch(path)]
+            keys = [key for key, pattern in self.others.items() if pattern.fullmatch(path)]
+        return keys + [key for key, pattern in self.alone.items() if pattern.fullmatch(path)]
 
 
 class _Alternation:
@@ -241,5 +241,5 @@ class _Alternation:
         self.whole = re.compile("|".join(f"(?:{key})()" for key in patterns)) if patterns else None
 
     def key(self, path: str) -> str | None:
-        found = self.whole.fullmatch(path) if self.whole else None
-        return self.key_of[found.lastindex or 0] if found else None
+        match = self.whole.fullmatch(path) if self.whole else None
+        return self.key_of[match.lastindex or 0] if match else None

@@ -63,7 +63,7 @@ class NamedSizes:
         """Returns whether other names confirm only this order."""
         others = {
             name: set[int]().union(
-                *(sizes for own, sizes in self._said[name].items() if own != frozenset(names))
+                *(sizes for group, sizes in self._said[name].items() if group != frozenset(names))
             )
             for name in names
         }

@@ -164,13 +164,13 @@ class Names:
         return any(_kind(n) in BESIDE or _is_fused(n) for n in self._beside[parent])
 
     def _named(self, path: str, parts: tuple[str, ...]) -> Named:
-        found = ADAPTER.search("/".join(parts))
-        adapter = found and {"down": "a", "up": "b"}.get(found[1], found[1])
+        match = ADAPTER.search("/".join(parts))
+        adapter = match and {"down": "a", "up": "b"}.get(match[1], match[1])
         if any(re.fullmatch(INSIDE_WHOLE, part) for part in parts):
             return Named(path, parts, "whole", len(parts) - 1, adapter)
         last = len(parts) - 1
-        own = found.string[: found.start()].count("/") if found else last
-        places = list(range(own, -1, -1))
+        start = match.string[: match.start()].count("/") if match else last
+        places = list(range(start, -1, -1))
         # Names around a table decide.
         if parts[-1] in ("embedding", "embeddings"):
             outer = [place for place in places[1:] if _kind(parts[place]) in TABLES]

@@ -25,7 +25,7 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
     shapes, treedef = shapes_in(tree, "tree")
     arrays = list(filter(None, shapes))
     scales = [array for array in arrays if array.values]
-    found: dict[str, ArrayLayout] = {}
+    by_path: dict[str, ArrayLayout] = {}
     ruled: list[Shaped] = []  # by `rules`, which override parameters
     owns: dict[str, ArrayLayout] = {}
     problems: list[LayoutProblem] = []
@@ -34,18 +34,18 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
         if array.values:
             continue
         path = array.path
-        own = array_like(layout, array)
-        if own is None and path in of_quantized:
-            own = array_like(layout, replace(array, path=path.removesuffix("values").rstrip("/")))
-            own = own and replace(own, path=path)
+        base = array_like(layout, array)
+        if base is None and path in of_quantized:
+            base = array_like(layout, replace(array, path=path.removesuffix("values").rstrip("/")))
+            base = base and replace(base, path=path)
         if rules is not None and rules.matching(path):
-            if own is not None:
-                owns[path], array = own, replace(array, shape=own.padded_shape)
+            if base is not None:
+                owns[path], array = base, replace(array, shape=base.padded_shape)
             ruled.append(array)
-        elif own is not None:
-            found[path] = own
+        elif base is not None:
+            by_path[path] = base
         elif prod(array.shape) <= 1:
-            found[path] = replicated(array, layout.mesh)
+            by_path[path] = replicated(array, layout.mesh)
         elif rules is not None:
             ruled.append(array)
         else:
@@ -60,36 +60,36 @@ def like(layout: Layout, tree: Any, rules: LayoutMap | None) -> Layout:
             if isinstance(padded, LayoutProblem):
                 problems.append(padded)
             else:
-                found[array.path] = padded
+                by_path[array.path] = padded
     for array in scales:
         from jaxpar.layout._scale_dims import laid_like_values, without_padding
 
-        values, own = array.values and found.get(array.values.path), array_like(layout, array)
+        values, base = array.values and by_path.get(array.values.path), array_like(layout, array)
         if values:
-            array = replace(array, shape=own.shape if own else without_padding(array, values))
+            array = replace(array, shape=base.shape if base else without_padding(array, values))
             laid = laid_like_values(array, values, rules, problems)
-            found[array.path] = laid or replicated(array, layout.mesh)
+            by_path[array.path] = laid or replicated(array, layout.mesh)
     refuse(problems)
-    given = jax.tree.leaves(tree)
-    laid_out = [shape and found[shape.path] for shape in shapes]
-    return type(layout)(layout.rules, layout.mesh, laid_out, treedef, given, frozenset(owns))
+    leaves = jax.tree.leaves(tree)
+    laid_out = [shape and by_path[shape.path] for shape in shapes]
+    return type(layout)(layout.rules, layout.mesh, laid_out, treedef, leaves, frozenset(owns))
 
 
-def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:
+def _padded_like(base: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | LayoutProblem:
     """Returns a rule's array with its parameter's padding.
 
     The rule was fitted to the padded shape, but a checkpoint has no padding.
     """
-    if own is None:
+    if base is None:
         return array
-    if array.padded_shape != own.padded_shape:
+    if array.padded_shape != base.padded_shape:
         return array.problem(
             f"is padded to {array.padded_shape} by rule {array.rule!r}, but its parameter to "
-            f"{own.padded_shape}: an update could not add them",
+            f"{base.padded_shape}: an update could not add them",
             "shard a dimension that the axes divide, or pad the parameter likewise in its own rule",
         )
     blocks = list(array.blocks)
-    for dim, (mine, its) in enumerate(zip(array.blocks, own.blocks, strict=True)):
+    for dim, (mine, its) in enumerate(zip(array.blocks, base.blocks, strict=True)):
         if mine.order not in ((1, 1), its.order):
             return array.problem(
                 f"is interleaved along dimension {dim} by rule {array.rule!r}, and its parameter "
@@ -98,7 +98,7 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | L
             )
         if its.is_plain:
             continue
-        if array.axes[dim] == own.axes[dim]:
+        if array.axes[dim] == base.axes[dim]:
             blocks[dim] = its
         elif its == PaddedDim.at_the_end(its.size, its.parts, its.block, its.order):
             blocks[dim] = PaddedDim.at_the_end(its.size, mine.parts, mine.block, its.order)
@@ -106,9 +106,9 @@ def _padded_like(own: ArrayLayout | None, array: ArrayLayout) -> ArrayLayout | L
             return array.problem(
                 f"is sharded along dimension {dim} by rule {array.rule!r} unlike its parameter, "
                 "each of whose shards has padding",
-                f"shard it over {own.axes[dim]}, too, or pad the parameter at its end by Padded",
+                f"shard it over {base.axes[dim]}, too, or pad the parameter at its end by Padded",
             )
-    return replace(array, shape=own.shape, blocks=tuple(blocks))
+    return replace(array, shape=base.shape, blocks=tuple(blocks))
 
 
 def array_like(layout: Layout, array: Shaped) -> ArrayLayout | None:
@@ -124,8 +124,8 @@ def parameter_of(layout: Layout, path: str) -> str | None:
 
 
 def _parameter(layout: Layout, path: str) -> ArrayLayout | None:
-    found = parameter_of(layout, path)
-    return None if found is None else layout[found]
+    ending = parameter_of(layout, path)
+    return None if ending is None else layout[ending]
 
 
 def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
@@ -151,15 +151,15 @@ def _shaped_like(parameter: ArrayLayout, array: Shaped) -> ArrayLayout | None:
 def _shared(candidates: Sequence[ArrayLayout]) -> ArrayLayout | None:
     first, *others = candidates
 
-    def held(one: ArrayLayout) -> list[Any]:
-        return [(blocks.size, blocks.padded, blocks.order) for blocks in one.blocks]
+    def held(array: ArrayLayout) -> list[Any]:
+        return [(blocks.size, blocks.padded, blocks.order) for blocks in array.blocks]
 
-    if any(held(one) != held(first) for one in others):
+    if any(held(other) != held(first) for other in others):
         return None
     spec, blocks = list(first.spec), list(first.blocks)
-    for dim, own in enumerate(first.blocks):
-        if any((one.spec[dim], one.blocks[dim]) != (spec[dim], own) for one in others):
-            spec[dim], blocks[dim] = None, PaddedDim.at_the_end(own.size, 1, own.padded, own.order)
+    for dim, cut in enumerate(first.blocks):
+        if any((other.spec[dim], other.blocks[dim]) != (spec[dim], cut) for other in others):
+            spec[dim], blocks[dim] = None, PaddedDim.at_the_end(cut.size, 1, cut.padded, cut.order)
     return replace(first, spec=PartitionSpec(*spec), blocks=tuple(blocks))
 
 

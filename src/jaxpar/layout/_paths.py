@@ -19,13 +19,13 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
     """Returns paths and arrays, and treedef; refuses equal paths."""
     flat, treedef = tree_flatten_with_path(tree)
     boxes = _paths_of_boxes(tree)
-    found: list[tuple[str, Any] | None] = []
+    pairs: list[tuple[str, Any] | None] = []
     seen: dict[str, Any] = {}
     for path, leaf in flat:
-        # NNX's variables and Linen's boxes are nodes with one leaf, `value`.
+        # NNX's variables and Linen's boxes are nodes with a leaf, `value`.
         text = path_text(path[:-1] if path[:-1] in boxes else path)
         if not is_array(leaf):
-            found.append(None)
+            pairs.append(None)
             continue
         if text in seen:
             raise value_error(
@@ -33,8 +33,8 @@ def arrays_of(tree: Any, name: str = "params") -> tuple[list[tuple[str, Any] | N
                 "rename one of them, since rules tell arrays apart by their paths"
             )
         seen[text] = path
-        found.append((text, leaf))
-    return found, treedef
+        pairs.append((text, leaf))
+    return pairs, treedef
 
 
 def path_text(path: Any) -> str:
@@ -80,11 +80,11 @@ _narrow = lru_cache(maxsize=64)(_as_jax)  # called for thousands of arrays
 
 def part_of(tree: Any, path: str) -> Any:
     missed: list[tuple[str, list[str]]] = []
-    found = list(_parts(tree, path, missed))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise KeyError(f"{called()}: {path!r} is the path of {len(found)} parts; rename one")
+    parts = list(_parts(tree, path, missed))
+    if len(parts) == 1:
+        return parts[0]
+    if parts:
+        raise KeyError(f"{called()}: {path!r} is the path of {len(parts)} parts; rename one")
     rest, keys = min(missed, key=lambda end: len(end[0]))
     known = ", ".join(map(repr, keys)) or "is an array"
     raise KeyError(f"{called()}: {path!r} has no part {rest.split('/')[0]!r}, but {known}")
@@ -122,9 +122,9 @@ def filling(tree: Any) -> Callable[[Iterable[Any]], Any]:
     leaves, treedef = jax.tree.flatten(tree)
 
     def filled(arrays: Iterable[Any]) -> Any:
-        given = iter(arrays)
-        found = [(leaf, next(given) if is_array(leaf) else leaf) for leaf in leaves]
-        return treedef.unflatten([leaf if is_number(leaf) else x for leaf, x in found])
+        left = iter(arrays)
+        pairs = [(leaf, next(left) if is_array(leaf) else leaf) for leaf in leaves]
+        return treedef.unflatten([leaf if is_number(leaf) else x for leaf, x in pairs])
 
     return filled
 

@@ -197,7 +197,7 @@ def tensor_parallel(
     would mix queries, keys and values. A `gate` as large as its MLP is sharded by columns. Other
     gates (routers), norms and position tables are replicated.
 
-    Arrays that hold one weight (a `Quantized`, or packed numbers with scales as in files of GPTQ,
+    Arrays that hold a weight (a `Quantized`, or packed numbers with scales as in files of GPTQ,
     AWQ, MXFP4, NVFP4, compressed-tensors and MLX) are sharded as this weight is. Refused are sizes
     whose blocks devices would cut, and formats whose blocks mix rows. Where a `g_idx` numbers the
     groups, scales and zeros of weights by rows are replicated. A vector beside a matrix belongs to
@@ -240,10 +240,10 @@ def tensor_parallel(
     arrays = shaped(params)
     paths = [array.path for array in arrays]
     roles = {"columns": columns, "rows": rows, "vocabulary": vocabulary, "whole": whole}
-    given = {role: Pattern(role, text, paths).check() for role, text in roles.items()}
-    found = TensorDims(
+    patterns = {role: Pattern(role, text, paths).check() for role, text in roles.items()}
+    tensor_dims = TensorDims(
         arrays,
-        given,
+        patterns,
         _layers(stacked, arrays, within),
         axes=names,
         count=size_of(mesh, names),
@@ -251,13 +251,13 @@ def tensor_parallel(
     )
 
     def dims(array: Shaped, taken: Sequence[Entry]) -> Dims | LayoutProblem:
-        several = [role for role, pattern in given.items() if array.path in pattern]
+        several = [role for role, pattern in patterns.items() if array.path in pattern]
         if len(several) > 1:
             return array.problem(
                 f"{array} is matched by {' and '.join(f'{role}=' for role in several)}",
                 "let only one of them match it",
             )
-        dim = found.of(array.path)
+        dim = tensor_dims.of(array.path)
         if isinstance(dim, LayoutProblem):
             return dim
         return {} if dim is None else {dim: names}
@@ -300,7 +300,7 @@ def expert_parallel(
     paths = [array.path for array in arrays]
     pattern = Pattern("experts", experts, paths)
     layers = _layers(stacked, arrays, within)
-    # All arrays of one layer must have the same number of experts.
+    # All arrays of a layer must have the same number of experts.
     of_layer: dict[str, list[Shaped]] = defaultdict(list)
     for array in arrays:
         if array.path in pattern:
@@ -325,11 +325,11 @@ def _layer_of(path: str) -> str:
 
 def _no_experts(array: Shaped, others: Sequence[Shaped], first: int) -> LayoutProblem | None:
     path, layer = array.path, _layer_of(array.path)
-    if one := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
+    if number := re.match(r"[./](expert_?)?\d+(?=[./]|$)", path[len(layer) :]):
         return array.problem(
             f"{array} is of one expert, and has no dimension that counts experts",
             f"stack the arrays of all experts, {pattern_of(path)!r}, along a first dimension, as "
-            f"{layer + path[len(layer) + one.end() :]!r}",
+            f"{layer + path[len(layer) + number.end() :]!r}",
         )
     matrices = [len(other.shape) for other in others if not other.path.endswith("bias")]
     if first == 0 and min(matrices, default=0) > 3:

@@ -16,7 +16,7 @@ from jaxpar.axis.axis import axis_names
 from jaxpar.layout._paths import without_numbers
 from jaxpar.layout._split import Interleaved, Padded, Replicate, Split
 
-Axes = tuple[str, ...]  # of one dimension; empty: not sharded
+Axes = tuple[str, ...]  # of a dimension; empty: not sharded
 Entry = Axes | Padded | Interleaved
 
 _FOR_AXES = "names of dimensions to mesh axes, as in {'embed': 'fsdp'}"
@@ -51,63 +51,63 @@ def axes_of(entry: Entry) -> Axes:
     return entry if isinstance(entry, tuple) else axis_names(entry.axes)
 
 
-def rule_of(given: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
-    match given:
+def rule_of(value: Any, key: str, axes: Mapping[str, Entry]) -> Rule:
+    match value:
         case str():
-            names = tuple(given.split())
-            rule = Rule(given, tuple(_named(name, key, given, axes) for name in names), names)
+            names = tuple(value.split())
+            rule = Rule(value, tuple(_named(name, key, value, axes) for name in names), names)
         case Split():
-            entries = (*[()] * given.dim, given.axes)  # a dimension may count from the end
-            rule = Rule(given, entries if given.dim >= 0 and given.axes else (), action=given)
+            entries = (*[()] * value.dim, value.axes)  # a dimension may count from the end
+            rule = Rule(value, entries if value.dim >= 0 and value.axes else (), action=value)
         case Replicate():
-            rule = Rule(given, (), action=given)
+            rule = Rule(value, (), action=value)
         case PartitionSpec() | tuple() | list():
-            rule = Rule(given, tuple(entry_of(entry, f"rule {key!r}") for entry in given))
+            rule = Rule(value, tuple(entry_of(entry, f"rule {key!r}") for entry in value))
         case _:
-            hint = "; use REPLICATED to replicate it" * (given is None)
+            hint = "; use REPLICATED to replicate it" * (value is None)
             raise type_error(
                 f"the value of rule {key!r} must be a PartitionSpec, a tuple or list of mesh axes, "
                 "names of dimensions such as 'embed heads', a Split or a Replicate, got "
-                f"{given!r} of type {type(given).__name__}{hint}"
+                f"{value!r} of type {type(value).__name__}{hint}"
             )
     twice = sorted({name for name in rule.mesh_axes if rule.mesh_axes.count(name) > 1})
     if twice:
         by_name = f", which is {rule.layout}" if rule.names else ""
         raise value_error(
-            f"rule {key!r}: {given!r}{by_name} shards over the mesh axis {twice[0]!r} twice; "
+            f"rule {key!r}: {value!r}{by_name} shards over the mesh axis {twice[0]!r} twice; "
             "an axis can shard one dimension of an array"
         )
     return rule
 
 
-def entry_of(given: Any, where: str) -> Entry:
-    if given is None:
+def entry_of(entry: Any, where: str) -> Entry:
+    if entry is None:
         return ()
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, (Padded, Interleaved)):
-        return given
-    if isinstance(given, Iterable):
-        names = tuple(given)
+    if isinstance(entry, str):
+        return (entry,)
+    if isinstance(entry, (Padded, Interleaved)):
+        return entry
+    if isinstance(entry, Iterable):
+        names = tuple(entry)
         if all(isinstance(name, str) for name in names):
             return names
     raise type_error(
         f"{where}: a dimension must be None, a mesh axis, a tuple of them, Padded(...) or "
-        f"Interleaved(...), got {given!r} of type {type(given).__name__}"
+        f"Interleaved(...), got {entry!r} of type {type(entry).__name__}"
     )
 
 
-def as_mapping(argument: str, given: Any, what: str) -> Mapping[Any, Any]:
-    if given is not None and not isinstance(given, Mapping):
+def as_mapping(argument: str, value: Any, what: str) -> Mapping[Any, Any]:
+    if value is not None and not isinstance(value, Mapping):
         raise type_error(
-            f"{argument} must be a mapping of {what}, got {given!r} of type {type(given).__name__}"
+            f"{argument} must be a mapping of {what}, got {value!r} of type {type(value).__name__}"
         )
-    return given or {}
+    return value or {}
 
 
-def axes_table(given: Any) -> dict[str, Entry]:
+def axes_table(axes: Any) -> dict[str, Entry]:
     table: dict[str, Entry] = {}
-    for name, entry in as_mapping("axes", given, _FOR_AXES).items():
+    for name, entry in as_mapping("axes", axes, _FOR_AXES).items():
         if not isinstance(name, str) or not re.fullmatch(r"\S+", name):
             raise value_error(f"axes names a dimension {name!r}; it must be one word")
         table[name] = entry_of(entry, f"axes[{name!r}]")
@@ -136,11 +136,11 @@ class Nearest:
         return self._hints[kind]
 
 
-def _named(name: str, key: str, given: str, axes: Mapping[str, Entry]) -> Entry:
+def _named(name: str, key: str, text: str, axes: Mapping[str, Entry]) -> Entry:
     if name not in axes:
         known = f"axes has {', '.join(map(repr, axes))}" if axes else "axes is empty"
         raise value_error(
-            f"rule {key!r}: {given!r} names a dimension {name!r}, but {known}; add it to axes, "
+            f"rule {key!r}: {text!r} names a dimension {name!r}, but {known}; add it to axes, "
             f"None for an unsharded one{nearest(name, axes)}. Text is names of dimensions: one "
             f"mesh axis alone is ({name!r},)"
         )

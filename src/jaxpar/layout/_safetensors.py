@@ -64,12 +64,12 @@ class Tensor:
 
 
 def tensors_of(files: Any) -> dict[str, Tensor]:
-    given = [files] if isinstance(files, (str, PathLike)) else files
-    paths = list(given) if isinstance(given, Iterable) else [given]
+    sources = [files] if isinstance(files, (str, PathLike)) else files
+    paths = list(sources) if isinstance(sources, Iterable) else [sources]
     if not all(isinstance(path, (str, PathLike)) for path in paths):
         raise type_error(f"files must be a path, or several, got {files!r}")
     paths = [local_path("files", path) for path in paths]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     known: set[Path] = set()
     for path in paths:
         parts, index = _files(path)
@@ -79,21 +79,21 @@ def tensors_of(files: Any) -> dict[str, Tensor]:
             for tensor in read:
                 if index.get(tensor.name, part) != part:
                     continue
-                other = found.setdefault(tensor.name, tensor)
+                other = tensors.setdefault(tensor.name, tensor)
                 if other is not tensor:
                     raise value_error(
                         f"tensor {tensor.name!r} is in both {other.file} and {part}; give only "
                         "one of them"
                     )
         for name, part in index.items():
-            if name not in found:
+            if name not in tensors:
                 raise value_error(
                     f"the index of {path} says that {name!r} is in {part}, which has no such "
                     "tensor; copy or download both again"
                 )
     if not paths:
         raise value_error(f"files is {files!r}; name files, or folders with *.safetensors")
-    return found
+    return tensors
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
@@ -105,12 +105,12 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, Path]]:
             raise value_error(f"{path} has {len(indices)} indices, {names}; give one of them")
         if indices:
             return _files(indices[0])
-        found = sorted(path.glob("*.safetensors"))
-        if not found:
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
             raise value_error(
                 f"no safetensors files in {path}; name files, or folders with *.safetensors"
             )
-        return found, {}
+        return files, {}
     if path.suffix != ".json":
         return [path], {}
     index = _indexed(path)
@@ -137,20 +137,20 @@ def _read(path: Path) -> list[Tensor]:
             raise EOFError(f"its header ends at byte {start} of {len(mapped)}")
         header = json.loads(mapped[8:start].tobytes(), object_pairs_hook=_once)
         header.pop("__metadata__", None)
-        found = [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
+        tensors = [_tensor(name, path, entry, mapped[start:]) for name, entry in header.items()]
         _check_whole([entry["data_offsets"] for entry in header.values()], len(mapped) - start)
     except (EOFError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
         raise value_error(
             f"{path} is no complete safetensors file ({reason}); copy or download it again"
         ) from None
-    return found
+    return tensors
 
 
 def _once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(entries)
-    if len(found) != len(entries):
+    by_name = dict(entries)
+    if len(by_name) != len(entries):
         raise EOFError("its header has a name twice")
-    return found
+    return by_name
 
 
 def _check_whole(places: list[tuple[int, int]], size: int) -> None:

@@ -106,7 +106,7 @@ def scales_dim(values: PaddedDim, count: int, size: int) -> PaddedDim:
         return PaddedDim.at_the_end(count, 1, count)
     places = np.asarray(values.pad(np.arange(values.size) // size + 1, 0)) - 1
     widths = (n for n in range(values.block, 0, -1) if values.block % n == 0)
-    scales = next(found for n in widths if (found := _one_for_each(places.reshape(-1, n))))
+    scales = next(each for n in widths if (each := _one_for_each(places.reshape(-1, n))))
     block = len(scales) // values.parts
     if scales == tuple(range(count)):
         return PaddedDim.at_the_end(count, values.parts, block)
@@ -157,8 +157,8 @@ def _at_odds(
         return tuple(name for name in axes if mesh.get(name, 2) > 1)
 
     if all(
-        several(axes) == several(own) or (size == 1 and several(axes) == several(its))
-        for axes, own, its, size in zip(entries, laid.axes, values.axes, array.shape, strict=False)
+        several(axes) == several(mine) or (size == 1 and several(axes) == several(its))
+        for axes, mine, its, size in zip(entries, laid.axes, values.axes, array.shape, strict=False)
     ):
         return None
     return LayoutProblem(

@@ -21,7 +21,7 @@ from jaxpar.axis.padding import AnyArray, PaddedDim
 @readable
 @dataclass(frozen=True)
 class Split:
-    """Splits arrays along one dimension into nearly equal shards.
+    """Splits arrays along a dimension into nearly equal shards.
 
     `Split(3)(array)` returns shards of 4, 3 and 3 of 10 rows, and `undo` joins them. Both accept
     NumPy and JAX arrays, also inside `jax.jit`.
@@ -30,7 +30,7 @@ class Split:
     with zeros at the end (`local`, `local_size`, `local_mask`).
 
     Args:
-      count: the number of shards, or mesh axes whose devices have one each.
+      count: the number of shards, or mesh axes whose devices have a shard each.
       dim: the dimension; negative counts from the end.
 
     Raises:
@@ -46,16 +46,16 @@ class Split:
 
     def __post_init__(self) -> None:
         with naming("Split"):
-            given: Any = self.count
-            if isinstance(given, bool) or not hasattr(given, "__index__"):
-                object.__setattr__(self, "count", axis_names(given, "count"))
+            count: Any = self.count
+            if isinstance(count, bool) or not hasattr(count, "__index__"):
+                object.__setattr__(self, "count", axis_names(count, "count"))
             else:
-                object.__setattr__(self, "count", check_whole("count", given, 1))
+                object.__setattr__(self, "count", check_whole("count", count, 1))
             object.__setattr__(self, "dim", check_whole("dim", self.dim))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Returns the mesh axes; none if a number was given."""
+        """Returns the mesh axes; none if it has a number."""
         return () if isinstance(self.count, int) else axis_names(self.count)
 
     def blocks(self, shape: Sequence[int], count: int | None = None) -> tuple[int, PaddedDim]:
@@ -88,22 +88,22 @@ class Split:
         Raises:
           ValueError: another number of shards, or shards that do not belong to one array.
         """
-        found = [_as_array(shard) for shard in shards]
-        count = self.count if isinstance(self.count, int) else len(found)
-        if len(found) != count:
+        arrays = [_as_array(shard) for shard in shards]
+        count = self.count if isinstance(self.count, int) else len(arrays)
+        if len(arrays) != count:
             raise value_error(
-                f"Split({self.count}, {self.dim}) has {count} shards, got {len(found)}; give "
+                f"Split({self.count}, {self.dim}) has {count} shards, got {len(arrays)}; give "
                 "all of them, in the order in which it returned them"
             )
-        if not found:
+        if not arrays:
             raise value_error("no shards")
-        dim = check_dim("dim", self.dim, found[0].shape)
-        shapes = [shard.shape for shard in found]
+        dim = check_dim("dim", self.dim, arrays[0].shape)
+        shapes = [shard.shape for shard in arrays]
         alike = {(shape[:dim], shape[dim + 1 :]) for shape in shapes}
-        if len(alike) > 1 or len({shard.dtype for shard in found}) > 1:
+        if len(alike) > 1 or len({shard.dtype for shard in arrays}) > 1:
             raise value_error(
                 f"shards must have one dtype, and differ in dimension {dim} alone, got "
-                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in found)}"
+                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in arrays)}"
             )
         sizes = tuple(shape[dim] for shape in shapes)
         wanted = PaddedDim.evenly(sum(sizes), count).sizes
@@ -112,8 +112,8 @@ class Split:
                 f"shards have {sizes} entries along dimension {dim}, but {sum(sizes)} entries in "
                 f"{count} shards are {wanted}; give them in order, and without padding"
             )
-        xp = np if all(isinstance(shard, np.ndarray) for shard in found) else jnp
-        return xp.concatenate(found, axis=dim)
+        xp = np if all(isinstance(shard, np.ndarray) for shard in arrays) else jnp
+        return xp.concatenate(arrays, axis=dim)
 
     @public
     def local(self, array: Array) -> Array:
@@ -184,17 +184,17 @@ class Replicate:
         Raises:
           ValueError: another number of copies, or different shapes or dtypes.
         """
-        found = [_as_array(shard) for shard in shards]
-        if len(found) != self.count:
+        copies = [_as_array(shard) for shard in shards]
+        if len(copies) != self.count:
             raise value_error(
-                f"Replicate({self.count}) must have {self.count} copies, got {len(found)}"
+                f"Replicate({self.count}) must have {self.count} copies, got {len(copies)}"
             )
-        if len({(shard.shape, shard.dtype) for shard in found}) > 1:
+        if len({(shard.shape, shard.dtype) for shard in copies}) > 1:
             raise value_error(
                 "copies must have one shape and dtype, got "
-                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in found)}"
+                f"{', '.join(f'{shard.dtype}{list(shard.shape)}' for shard in copies)}"
             )
-        return found[0]
+        return copies[0]
 
 
 @readable

@@ -23,7 +23,7 @@ class Table:
     Attributes:
       rows: a dict for each array.
       devices: the number of devices.
-      bytes_per_device: bytes of all blocks of one device.
+      bytes_per_device: bytes of all blocks of a device.
       replicated_per_device: bytes that a device would save if no array were replicated.
 
     Example:
@@ -37,8 +37,8 @@ class Table:
     def __init__(self, layout: Layout) -> None:
         self.mesh = dict(layout.mesh.shape)
         self.devices = layout.mesh.size
-        found = sorted(layout.values(), key=lambda a: (-_spare(a), -a.bytes_per_device, a.path))
-        self.rows = [_row(array) for array in found]
+        arrays = sorted(layout.values(), key=lambda a: (-_spare(a), -a.bytes_per_device, a.path))
+        self.rows = [_row(array) for array in arrays]
         self.bytes_per_device = sum(row["bytes_per_device"] for row in self.rows)
         self.replicated_per_device = sum(row["replicated_per_device"] for row in self.rows)
 

@@ -27,14 +27,14 @@ class TensorDims:
     def __init__(
         self,
         arrays: Sequence[NamedArray],
-        given: Mapping[str, Pattern],
+        patterns: Mapping[str, Pattern],
         layers: Container[str],
         *,
         axes: Axes,
         count: int,
         head_size: int | None,
     ) -> None:
-        self._weights = weights = WeightGroups(arrays, given, layers)
+        self._weights = weights = WeightGroups(arrays, patterns, layers)
         self._roles = roles = Roles(weights)
         self._axes, self._count, self._head_size = axes, count, head_size
         self._widths = weights.widths()
@@ -171,24 +171,24 @@ class TensorDims:
         parts, leaf = weight.named.parts, weight.named.leaf
         if weight.unpacked.out is not None:
             return weight.unpacked.out
-        usual, own = int(leaf != "weight"), self._out_by_bias(weight)
-        if own is not None or weight.kind == "logits":
-            return usual if own is None else own
+        usual, by_bias = int(leaf != "weight"), self._out_by_bias(weight)
+        if by_bias is not None or weight.kind == "logits":
+            return usual if by_bias is None else by_bias
         for place in range(len(parts) - 1, -1, -1):
             said = self._by_bias.get((parts[:place], leaf))
             if said:
                 return min(said) if len(said) == 1 else None
         said = self._said(leaf, usual, weight.named.of_experts)
-        own = self._out_by_width(weight, role)
+        by_width = self._out_by_width(weight, role)
         if len(said) == 1:
-            return None if own not in (None, *said) else min(said)
+            return None if by_width not in (None, *said) else min(said)
         if said:  # they disagree
-            return own if own == usual else None
+            return by_width if by_width == usual else None
         # Published in both orders under the same names: GPT-2's weights, and stacked experts.
         either = leaf in ("weight", "kernel") and weight.named.name.startswith("c_")
         of_experts = weight.named.of_experts and not leaf
         either |= of_experts and bool(re.fullmatch(r"w\d|.*_proj", weight.named.name))
-        return None if either or own not in (None, usual) else usual
+        return None if either or by_width not in (None, usual) else usual
 
     def _said(self, leaf: str, usual: int, of_experts: bool) -> set[int]:
         """Returns what matrices of the same leaf show, first those of experts for experts."""
@@ -303,6 +303,6 @@ class TensorDims:
         return min(norms) if len(norms) == 1 and min(norms) < most else None
 
 
-def _only(found: Iterable[int]) -> int | None:
-    dims = list(found)
+def _only(places: Iterable[int]) -> int | None:
+    dims = list(places)
     return dims[0] if len(dims) == 1 else None

@@ -38,7 +38,7 @@ def read_safetensors(layout: Layout, files: Any, names: Any, transposed: Any, un
     left = Pattern("unused", "" if unused is None else unused, list(tensors)).check()
     stacks = _stacks(layout, names, transposed)
     near = Nearest(tensors)
-    problems = [found for stack in stacks for found in stack.problems(tensors, f"{files}", near)]
+    problems = [wrong for stack in stacks for wrong in stack.problems(tensors, f"{files}", near)]
     read = {name for stack in stacks for name in stack.names}
     problems += [
         LayoutProblem(
@@ -61,7 +61,7 @@ def write_safetensors(
     stacks = {stack.array.path: stack for stack in _stacks(layout, names, transposed)}
     tensors: dict[str, Kind] = {}
     problems = [
-        found for stack in stacks.values() for found in stack.unwritable(f"{where}", tensors)
+        problem for stack in stacks.values() for problem in stack.unwritable(f"{where}", tensors)
     ]
     refuse(problems)
     written: set[str] = set()
@@ -114,8 +114,8 @@ def _in_first(where: Path, act: Callable[[], None]) -> None:
 def _stacks(layout: Layout, names: Any, transposed: Any) -> list[_Stack]:
     axes_of = _axes_of(layout, transposed)
     stacks: list[_Stack] = []
-    for path, given in _names_of(layout, names):
-        array, (lead, parts) = layout[path], _nested(path, given)
+    for path, nested in _names_of(layout, names):
+        array, (lead, parts) = layout[path], _nested(path, nested)
         order = _order(array, len(lead), axes_of[path]) if path in axes_of else None
         stacks.append(_Stack(array, lead, parts, order))
     return stacks
@@ -123,7 +123,7 @@ def _stacks(layout: Layout, names: Any, transposed: Any) -> list[_Stack]:
 
 @dataclass(frozen=True)
 class _Stack:
-    """An array's tensors, one for each leading place."""
+    """An array's tensors, a tensor for each leading place."""
 
     array: ArrayLayout
     lead: tuple[int, ...]
@@ -208,9 +208,9 @@ class _Stack:
             count = len(self.lead)
             layers = taken(np.arange(len(views)).reshape(self.lead), entries[:count])
             parts = [taken(views[layer], entries[count:]) for layer in layers.ravel().tolist()]
-            shape = [len(own) for own in entries]
-            found = np.stack(parts).reshape(shape) if parts else np.zeros(shape, array.dtype)
-            return on_host(array, found)
+            shape = [len(places) for places in entries]
+            block = np.stack(parts).reshape(shape) if parts else np.zeros(shape, array.dtype)
+            return on_host(array, block)
 
         return jax.make_array_from_callback(
             array.padded_shape, array.sharding, lambda index: array.block(index, read)
@@ -245,34 +245,34 @@ def _names_of(layout: Layout, names: Any) -> Iterator[tuple[str, Any]]:
                 f"its paths{nearest(str(path), layout)}"
             )
     for path in layout:
-        given = of_user(names, "names")(path) if callable(names) else by_path.get(path)
-        yield path, path.replace("/", ".") if given is None else given
+        nested = of_user(names, "names")(path) if callable(names) else by_path.get(path)
+        yield path, path.replace("/", ".") if nested is None else nested
 
 
-def _nested(path: str, given: Any) -> tuple[tuple[int, ...], list[str]]:
-    if isinstance(given, str):
-        return (), [given]
-    if not isinstance(given, Sequence):
+def _nested(path: str, names: Any) -> tuple[tuple[int, ...], list[str]]:
+    if isinstance(names, str):
+        return (), [names]
+    if not isinstance(names, Sequence):
         raise type_error(
-            f"names has {given!r} for {path!r}; give a name, or a list of names, nested where "
+            f"names has {names!r} for {path!r}; give a name, or a list of names, nested where "
             "several dimensions are stacked"
         )
-    parts = [_nested(path, part) for part in given]
+    parts = [_nested(path, part) for part in names]
     shapes = sorted({shape for shape, _ in parts})
     if len(shapes) != 1:
         raise value_error(
             f"names has a list of {len(parts)} parts for {path!r}, of shapes {shapes}; give one "
             "name, or as many, for each layer"
         )
-    return (len(parts), *shapes[0]), [name for _, some in parts for name in some]
+    return (len(parts), *shapes[0]), [name for _, leaves in parts for name in leaves]
 
 
 def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
     if not transposed:
         return {}
-    given = transposed.items() if isinstance(transposed, Mapping) else [(transposed, None)]
-    found: dict[str, tuple[str, Axes]] = {}
-    for key, order in given:
+    orders = transposed.items() if isinstance(transposed, Mapping) else [(transposed, None)]
+    by_path: dict[str, tuple[str, Axes]] = {}
+    for key, order in orders:
         pattern = Pattern("transposed", key, list(layout)).check()
         try:
             axes = order if order is None else tuple(operator.index(axis) for axis in order)
@@ -282,13 +282,13 @@ def _axes_of(layout: Layout, transposed: Any) -> dict[str, Axes]:
                 "for instance, or None for the last two exchanged"
             ) from None
         for path in (path for path in layout if path in pattern):
-            if path in found:
+            if path in by_path:
                 raise value_error(
-                    f"{path!r} is matched by two patterns of transposed, {found[path][0]!r} and "
+                    f"{path!r} is matched by two patterns of transposed, {by_path[path][0]!r} and "
                     f"{key!r}; let only one of them match it"
                 )
-            found[path] = key, axes
-    return {path: axes for path, (_, axes) in found.items()}
+            by_path[path] = key, axes
+    return {path: axes for path, (_, axes) in by_path.items()}
 
 
 def _order(array: ArrayLayout, stacked: int, axes: Axes) -> tuple[int, ...]:

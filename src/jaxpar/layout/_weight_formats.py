@@ -98,7 +98,7 @@ def _split(path: str) -> tuple[tuple[str, ...], PartName]:
         weight, name = parts[: parts.index("quant_state")], "quant_state"
     elif match := PART.fullmatch(parts[-1]):
         weight, name = (*parts[:-1], match["stem"] or ""), match["part"]
-        weight = weight if match["stem"] else weight[:-1] or ("",)  # the pytree is one weight
+        weight = weight if match["stem"] else weight[:-1] or ("",)  # the pytree is a weight
     *before, last = weight
     stem = re.sub(r"(?:^|_)(?:weight|kernel)$", "", last)
     key = (*before, stem) if stem else tuple(before)

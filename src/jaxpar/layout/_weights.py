@@ -72,7 +72,7 @@ class Weight:
 
     @property
     def pattern(self) -> str:
-        return self.alike.pattern(self.array.path) or ".*"  # the pytree is one array
+        return self.alike.pattern(self.array.path) or ".*"  # the pytree is an array
 
     def problem(self, text: str, remedy: str) -> LayoutProblem:
         return self.array.problem(f"{self.array} {text}", remedy)
@@ -80,7 +80,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Part:
-    """An array beside the largest one of a weight, without its dimensions of layers and experts."""
+    """An array beside a weight's largest array, without its dimensions of layers and experts."""
 
     array: NamedArray
     weight: Weight
@@ -98,11 +98,11 @@ class WeightGroups:
     """All weights, and the parts of those that several arrays hold."""
 
     def __init__(
-        self, arrays: Sequence[NamedArray], given: Mapping[str, Pattern], layers: Container[str]
+        self, arrays: Sequence[NamedArray], roles: Mapping[str, Pattern], layers: Container[str]
     ) -> None:
         self._names = names = Names(array.path for array in arrays)
         self._given = {
-            array.path: next((role for role, paths in given.items() if array.path in paths), None)
+            array.path: next((role for role, paths in roles.items() if array.path in paths), None)
             for array in arrays
         }
         self._layers = layers
@@ -176,7 +176,7 @@ class WeightGroups:
             del self.of[weight.array.path]
 
     def matrix_of(self, bias: tuple[str, ...]) -> Weight | None:
-        """Returns the matrix of a bias with this path, if the only one."""
+        """Returns the only matrix of a bias with this path."""
         before, last = bias[:-1], bias[-1]
         beside = [w for w in self.beside[before] if not w.named.bias and len(w.shape) > 1]
         if last in ("bias", "b"):
@@ -196,20 +196,20 @@ class WeightGroups:
     def widths(self) -> set[int]:
         """Returns blocks' widths, from norms and tables."""
         norms = (w for w in self.of.values() if w.kind == "whole" and len(w.shape) == 1)
-        found = {
+        widths = {
             norm.shape[0]
             for norm in norms
             if re.match(r"ln|.*norm|.*rnorm", norm.named.name)
             and not re.match(r"_?(q|k|kv|query|key)_|.*norm_[qk]$", norm.named.name)  # of heads
         }
-        return found | {table.shape[1] for table in self.tables}
+        return widths | {table.shape[1] for table in self.tables}
 
     def vocabulary_dim(self, weight: Weight) -> int | None:
         if not self.as_large_as_a_table(weight):
             return None
         rows = {table.shape[0] for table in self.tables}
-        found = [dim for dim, size in enumerate(weight.shape) if size in rows]
-        return found[0] if len(found) == 1 else None
+        dims = [dim for dim, size in enumerate(weight.shape) if size in rows]
+        return dims[0] if len(dims) == 1 else None
 
     def matrices(self, module: tuple[str, ...]) -> list[Weight]:
         weights = self.in_module[module]
@@ -217,6 +217,6 @@ class WeightGroups:
 
 
 def _leading(array: NamedArray, named: Named, stacked: bool) -> int:
-    rank, own = len(array.shape), 1 if named.bias else 2  # dimensions of its own
+    rank, inner = len(array.shape), 1 if named.bias else 2  # dimensions that do not lead
     first = min(int(stacked), rank)
-    return rank - own if named.of_experts and rank - first > own else first
+    return rank - inner if named.of_experts and rank - first > inner else first

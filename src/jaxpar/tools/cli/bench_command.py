@@ -145,7 +145,7 @@ def write_json(
         **vars(run),
         "notes": run.notes,
         "host": asdict(host),
-        "rows": [_row_record(row, one) for row, one in zip(rows, figures, strict=True)],
+        "rows": [_row_record(row, figure) for row, figure in zip(rows, figures, strict=True)],
         "refused": [vars(refusal) for refusal in refusals],
     }
     write_text(path, json.dumps(record, indent=1) + "\n")

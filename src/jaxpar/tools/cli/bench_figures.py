@@ -46,7 +46,7 @@ class Public:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures that one measured row is compared with.
+    """Figures that a measured row is compared with.
 
     Attributes:
       bound: seconds of the FLOPs at peak, or of the bytes over all links of a group.
@@ -79,11 +79,11 @@ def host_of(mesh: Mesh) -> Host:
     # All processes must call it.
     if target_of(mesh).chip is None:
         return Host()
-    own = jaxpar.compiler_options(mesh)
+    defaults = jaxpar.compiler_options(mesh)
     flags = {
         name: str(value)
         for name, value in environment_options().items()
-        if name not in own and not name.startswith(_HARMLESS)
+        if name not in defaults and not name.startswith(_HARMLESS)
     }
     return Host(seconds_of_nothing(mesh), flags)
 
@@ -107,14 +107,14 @@ def figures_of(row: Row, ring: Ring, dtype: str, host: Host) -> Figures | str:
         ("matmul and sum", "sum") if op.lhs == op.rhs else ("gather and matmul", "gather")
     )
     wanted = Wanted((fused, "matmul", alone), sizes, size, op.sent(moved, size, False), dtype)
-    sends, found = is_sending(wanted, chip), nearest(wanted, chip)
+    sends, public = is_sending(wanted, chip), nearest(wanted, chip)
     measured = quartiles(row.seconds)
     return Figures(
         bound=floor.total,
         **_predicted(row.program, floor, ring, measured, host),
         rate=sent / measured[1] / 1e9 if sends else flops / measured[1] / 1e12,
         unit="GB/s" if sends else "TFLOP/s",
-        public=None if found is None else _public(found, sends),
+        public=None if public is None else _public(public, sends),
     )
 
 
@@ -132,16 +132,16 @@ def _predicted(
         }
     except Exception as reason:  # a compiler may write anything
         why = f"no prediction: {one_line(reason)}"
-        found = {"predicted": None, "is_least": False, "estimate": why, "intervals": ()}
-        return found | {"reasons": (Reason(0.0, why),)}
+        fields = {"predicted": None, "is_least": False, "estimate": why, "intervals": ()}
+        return fields | {"reasons": (Reason(0.0, why),)}
 
 
-def _public(one: Measurement, sends: bool) -> Public:
-    rate = one.sent_bytes / one.seconds / 1e9 if sends else one.flops / one.seconds / 1e12
-    size = " x ".join(map(str, one.shape))
-    among = f" among {one.group} devices" if one.group > 1 else ""
-    what = f"{one.op} of {size} {one.dtype}{among}"
-    return Public(one.name, what, one.seconds, rate, one.source)
+def _public(row: Measurement, sends: bool) -> Public:
+    rate = row.sent_bytes / row.seconds / 1e9 if sends else row.flops / row.seconds / 1e12
+    size = " x ".join(map(str, row.shape))
+    among = f" among {row.group} devices" if row.group > 1 else ""
+    what = f"{row.op} of {size} {row.dtype}{among}"
+    return Public(row.name, what, row.seconds, rate, row.source)
 
 
 # -- as a table -----------------------------------------------------------------------------------
@@ -162,37 +162,37 @@ _REASONS = [Column("", 14), Column("", left=True, wraps=True)]
 def print_figures(
     rows: Sequence[Row], figures: Sequence[Figures | str], clocks: Clocks | None, console: Any
 ) -> None:
-    missing = dict.fromkeys(one for one in figures if isinstance(one, str))
+    missing = dict.fromkeys(figure for figure in figures if isinstance(figure, str))
     known = [(row, one) for row, one in zip(rows, figures, strict=True) if isinstance(one, Figures)]
     if known:
         console.print("[bold]Is it as fast as it should be?[/]", highlight=False)
         print_rows(console, _COLUMNS, [], show_header=True)
     cases: dict[tuple[str, str, str], list[tuple[Row, Figures]]] = {}
-    for row, one in known:
-        cases.setdefault((row.op, row.shape, row.phase), []).append((row, one))
-    for (op, shape, phase), some in cases.items():
+    for row, figure in known:
+        cases.setdefault((row.op, row.shape, row.phase), []).append((row, figure))
+    for (op, shape, phase), group in cases.items():
         console.print(f"[bold]{op} {shape}, {phase}[/]", highlight=False)
-        print_rows(console, _COLUMNS, [_cells(row, one) for row, one in some])
-        _print_reasons(some, console)
+        print_rows(console, _COLUMNS, [_cells(row, figure) for row, figure in group])
+        _print_reasons(group, console)
     for text in missing:
         _say(console, f"bound, prediction and public row: {text}")
     if known:
         _say(console, _legend(known, clocks))
 
 
-def _cells(row: Row, one: Figures) -> list[str]:
+def _cells(row: Row, figure: Figures) -> list[str]:
     measured = quartiles(row.seconds)[1]
-    mark = ">" if one.is_least else "~" if "roofline" in one.estimate else ""
-    predicted = one.predicted
+    mark = ">" if figure.is_least else "~" if "roofline" in figure.estimate else ""
+    predicted = figure.predicted
     return [
         f"  {row.mode}",
         f"{measured * 1e3:.3f}",
-        f"{one.bound * 1e3:.3f}",
-        _times(measured, one),
+        f"{figure.bound * 1e3:.3f}",
+        _times(measured, figure),
         "none" if predicted is None else f"{mark}{predicted * 1e3:.3f}",
-        "" if predicted is None or one.is_least else f"{predicted / measured - 1:+.0%}",
-        _rate(one.rate, one.unit),
-        "none" if one.public is None else _rate(one.public.rate, one.unit),
+        "" if predicted is None or figure.is_least else f"{predicted / measured - 1:+.0%}",
+        _rate(figure.rate, figure.unit),
+        "none" if figure.public is None else _rate(figure.public.rate, figure.unit),
     ]
 
 
@@ -200,27 +200,27 @@ def _rate(rate: float, unit: str) -> str:
     return f"{rate:.3g} {unit}" if rate < 1000 else f"{rate:.0f} {unit}"
 
 
-def _times(measured: float, one: Figures) -> str:
-    over = measured / one.bound if one.bound else 0.0
+def _times(measured: float, figure: Figures) -> str:
+    over = measured / figure.bound if figure.bound else 0.0
     return f"{over:.2f}" if over < 100 else f"{over:.0f}"
 
 
-def _print_reasons(some: Sequence[tuple[Row, Figures]], console: Any) -> None:
-    row, one = min(some, key=lambda pair: quartiles(pair[0].seconds)[1])
+def _print_reasons(group: Sequence[tuple[Row, Figures]], console: Any) -> None:
+    row, best = min(group, key=lambda pair: quartiles(pair[0].seconds)[1])
     measured = quartiles(row.seconds)[1]
     told = []
-    if one.public is not None:
-        told.append(["public", f"{one.public.what}, {us(one.public.seconds)}: {one.public.source}"])
-    if measured < POSSIBLE * one.bound:
+    if (public := best.public) is not None:
+        told.append(["public", f"{public.what}, {us(public.seconds)}: {public.source}"])
+    if measured < POSSIBLE * best.bound:
         told.append(["impossible", "less than the bound: the devices beat their chip's figures"])
-    elif measured >= SLOW * one.bound > 0:
-        told.append([row.mode, f"is the fastest, at {_times(measured, one)} times its bound:"])
-        told += [[us(x.seconds) if x.seconds else "", x.text] for x in one.reasons]
+    elif measured >= SLOW * best.bound > 0:
+        told.append([row.mode, f"is the fastest, at {_times(measured, best)} times its bound:"])
+        told += [[us(x.seconds) if x.seconds else "", x.text] for x in best.reasons]
     print_rows(console, _REASONS, told)
 
 
 def _legend(known: Sequence[tuple[Row, Figures]], clocks: Clocks | None) -> str:
-    intervals = lines_of(text for _, one in known for text in one.intervals)
+    intervals = lines_of(text for _, figure in known for text in figure.intervals)
     watched = "" if clocks is None else f"\nclocks: {clocks.mhz:.0f} of {clocks.most:.0f} MHz."
     return (
         "\nbound: FLOPs at peak, or bytes over all links. predicted: this program, simulated (~ by "

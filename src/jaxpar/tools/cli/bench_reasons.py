@@ -54,15 +54,15 @@ def reasons_of(
 
     `measured` has the quartiles of a call's seconds.
     """
-    found = [
+    reasons = [
         *_of_transfers(program, played),
         *_of_mesh(program, played, ring),
         *_of_products(program, played, floor),
         *_of_passes(played),
         *_of_host(played, measured, host),
     ]
-    worth = (one for one in found if one.seconds >= LEAST * measured[1])
-    return tuple(sorted(worth, key=lambda one: -one.seconds))
+    worth = (reason for reason in reasons if reason.seconds >= LEAST * measured[1])
+    return tuple(sorted(worth, key=lambda reason: -reason.seconds))
 
 
 # -- waits for transfers --------------------------------------------------------------------------
@@ -74,17 +74,17 @@ def _of_transfers(program: CompiledProgram, played: Timeline) -> Iterator[Reason
     for event in played.events:
         if event.kind == "wait" and (transfer := by_name.get(event.name)):
             waits.setdefault(transfer.row, []).append((transfer, event.seconds))
-    for row, some in waits.items():
-        yield Reason(sum(seconds for _, seconds in some), _why_waited(program, row, some))
+    for row, of_row in waits.items():
+        yield Reason(sum(seconds for _, seconds in of_row), _why_waited(program, row, of_row))
 
 
 def _why_waited(program: CompiledProgram, row: str, waits: list[tuple[Event, float]]) -> str:
     transfers = [transfer for transfer, _ in waits]
     waited = sum(seconds for _, seconds in waits)
-    latency = sum(min(one.latency, seconds) for one, seconds in waits)
+    latency = sum(min(transfer.latency, seconds) for transfer, seconds in waits)
     number = f"{len(transfers)} transfers" if len(transfers) > 1 else "one transfer"
-    size = size_text(sum(one.bytes for one in transfers) / len(transfers))
-    if any(one.synchronous for one in transfers):
+    size = size_text(sum(transfer.bytes for transfer in transfers) / len(transfers))
+    if any(transfer.synchronous for transfer in transfers):
         return f"{row} is synchronous, nothing is computed meanwhile{_freeing(program, row)}"
     if latency > waited / 2:
         return (
@@ -106,8 +106,8 @@ def _freeing(program: CompiledProgram, row: str) -> str:
             "(--modes bidirectional, chunked-2)"
         )
     options = [option for option in known.options if option.frees in kinds]
-    given = {name: str(value).lower() for name, value in program.compiler_options.items()}
-    missing = [f"{one.name}={one.value}" for one in options if given.get(one.name) != "true"]
+    texts = {name: str(value).lower() for name, value in program.compiler_options.items()}
+    missing = [f"{flag.name}={flag.value}" for flag in options if texts.get(flag.name) != "true"]
     if missing:
         return f": the program is compiled without {' and '.join(missing)} (jaxpar.jit sets them)"
     if options:
@@ -156,7 +156,7 @@ def _of_products(program: CompiledProgram, played: Timeline, floor: Floor) -> It
     products = dots_of(program.jaxpr)
     if spent <= floor.compute or not products:
         return
-    largest = max(products, key=lambda one: one.m * one.k * one.n)
+    largest = max(products, key=lambda product: product.m * product.k * product.n)
     yield Reason(
         spent - floor.compute,
         f"matmuls reach {floor.compute / spent:.0%} of the chip's peak, at a size of "
@@ -208,7 +208,7 @@ def _of_host(
         return
     known = list(_known_of_host(played, beyond, host))
     yield from known
-    rest = beyond - sum(one.seconds for one in known)
+    rest = beyond - sum(reason.seconds for reason in known)
     if rest >= BEYOND * middle and not played.is_least:
         flags = " ".join(f"{name}={value}" for name, value in host.flags.items())
         told = f"the environment gives the compiler {flags}: try without; " if flags else ""

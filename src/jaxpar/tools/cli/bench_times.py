@@ -82,7 +82,7 @@ def tolerance(dtype: str, depth: int, ring: int, platform: str) -> float:
     """Returns the largest allowed `error` for a matmul of normal operands over `depth`.
 
     `8 (u_dtype (1 + sqrt(ring / 2)) + u_float32 sqrt(depth / 2) + 2 u_product)`, where `u` is the
-    relative error of one rounding. The result and at most one partial sum a device are rounded to
+    relative error of a rounding. The result and at most one partial sum a device are rounded to
     the dtype; float32 sums are rounded `depth` times. Partial sums grow as the square root of their
     length, and roundings are independent: together `sqrt(length / 2)`. `u_product` rounds float32
     operands: to bfloat16 on TPU, to 10 bits of fraction on GPU. The 8: no element of a matrix in
@@ -100,7 +100,7 @@ class Row:
     shape: str
     phase: str
     mode: str
-    seconds: list[float]  # one a round; each round runs all modes of a case
+    seconds: list[float]  # each round's; a round runs all modes of a case
     ratios: list[float]  # seconds over the seconds of naive in the same round
     temp_bytes: int | None  # None: the backend does not say
     sent_bytes: int
@@ -147,7 +147,7 @@ def measure(
     repeats: int,
     tick: Callable[[], None],
 ) -> tuple[list[Row], list[Refusal]]:
-    """Measures `op` in one of `PHASES`, naive first.
+    """Measures `op` in a phase of `PHASES`, naive first.
 
     If any mode computes a wrong result, returns refusals and no row.
     """
@@ -217,9 +217,9 @@ def time_interleaved(
             if jax.process_count() > 1:
                 # Without it, a process would pay for peers that are late in the previous call.
                 multihost_utils.sync_global_devices("jaxpar bench")
-            given = jax.block_until_ready([renew(x) for x in args])
+            copies = jax.block_until_ready([renew(x) for x in args])
             start = perf_counter()
-            jax.block_until_ready(functions[which](*given))
+            jax.block_until_ready(functions[which](*copies))
             if turn >= 0:
                 seconds[which].append(perf_counter() - start)
         tick()

@@ -160,14 +160,14 @@ def _lines(health: Health) -> Iterator[str]:
         yield from (f"  {hint}" for hint in health.hints)
 
 
-def _devices(found: Description) -> str:
+def _devices(machine: Description) -> str:
     # More than one CPU device is simulated.
-    if found.platform != "cpu" or found.devices == found.processes:
-        return str(found).splitlines()[0]
-    here = f"process {found.process} of {found.processes} on {found.host}"
-    number = f"{found.local_devices} simulated CPU devices"
-    if found.processes > 1:
-        number += f", of {found.devices} in all processes"
+    if machine.platform != "cpu" or machine.devices == machine.processes:
+        return str(machine).splitlines()[0]
+    here = f"process {machine.process} of {machine.processes} on {machine.host}"
+    number = f"{machine.local_devices} simulated CPU devices"
+    if machine.processes > 1:
+        number += f", of {machine.devices} in all processes"
     return f"{here}: no accelerator; {number}, which share the cores of this host"
 
 
@@ -206,11 +206,11 @@ def _check(
     run = jaxpar.jit(jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all")))
     jax.block_until_ready(run(*placed))
     start = time.perf_counter()
-    found = jax.block_until_ready(run(*placed))
+    array = jax.block_until_ready(run(*placed))
     seconds = time.perf_counter() - start
     wrong = [
         f"device {shard.device.id} has {np.asarray(shard.data).ravel()[:4]}"
-        for shard in found.addressable_shards
+        for shard in array.addressable_shards
         if not np.allclose(shard.data, expected[shard.index])
     ]
     return Check(name, seconds, f"WRONG: {wrong[0]} ..." if wrong else "")
@@ -304,5 +304,5 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _reason(said: str, kind: str) -> str | None:
-    found = [line.partition(f"{kind}: ")[2] for line in said.splitlines() if f"{kind}: " in line]
-    return found[-1].strip()[:120] if found else None
+    reasons = [line.partition(f"{kind}: ")[2] for line in said.splitlines() if f"{kind}: " in line]
+    return reasons[-1].strip()[:120] if reasons else None

@@ -162,19 +162,19 @@ def _before(path: str | None) -> dict[str, Any] | None:
         return None
     remedy = "name a file that jaxpar explain --json wrote"
     try:
-        found = json.loads(Path(path).read_text())
+        record = json.loads(Path(path).read_text())
     except OSError as reason:
         raise UsageError(f"--against {path} cannot be read: {reason.strerror}; {remedy}") from None
     except (ValueError, RecursionError) as reason:
         raise UsageError(f"--against {path} is no JSON: {reason}; {remedy}") from None
-    if lacking := [key for key in COMPARED if not isinstance(found, dict) or key not in found]:
+    if lacking := [key for key in COMPARED if not isinstance(record, dict) or key not in record]:
         raise UsageError(f"--against {path} has no {lacking[0]}; {remedy}")
     try:
-        compared(found, found)  # reads everything that a comparison needs
+        compared(record, record)  # reads everything that a comparison needs
     except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as reason:
         said = f"{type(reason).__name__}: {reason}"
         raise UsageError(f"--against {path} is damaged ({said}); {remedy}") from None
-    return found
+    return record
 
 
 def _explain(
@@ -184,14 +184,14 @@ def _explain(
     record: dict[str, Any],
     tick: Tick,
 ) -> None:
-    def take(found: Any) -> None:
-        [(kind, what)] = found.items()
+    def take(entry: Any) -> None:
+        [(kind, what)] = entry.items()
         if kind == "explained":
             record.update(what)
         elif kind == "trying":
             tick(shorten(what, 70))
         else:
-            report.take(found, tick)
+            report.take(entry, tick)
 
     task = {
         "request": asdict(request),

@@ -25,36 +25,36 @@ def _shown(record: Mapping[str, Any]) -> dict[str, Any]:
     findings = [_finding(record, finding) for finding in record["findings"]]
     overheads = [
         {
-            "kind": one["kind"],
-            "seconds": us(one["seconds"]),
-            "place": place(one),
-            "what": one["what"],
+            "kind": overhead["kind"],
+            "seconds": us(overhead["seconds"]),
+            "place": place(overhead),
+            "what": overhead["what"],
         }
-        for one in record["overheads"]
+        for overhead in record["overheads"]
     ]
     at_peak = [
         {
-            "size": size(one["bytes"]),
-            "share": one["bytes"] / max(record["peak_bytes"], 1),
-            "array": one["array"],
-            "what": one["what"],
-            "place": place({**one, "scopes": ()}),
+            "size": size(buffer["bytes"]),
+            "share": buffer["bytes"] / max(record["peak_bytes"], 1),
+            "array": buffer["array"],
+            "what": buffer["what"],
+            "place": place({**buffer, "scopes": ()}),
         }
-        for one in record["at_peak"]
+        for buffer in record["at_peak"]
     ]
     events = [
         [
-            one["row"],
-            one["kind"],
-            one["name"],
-            one["op"],
-            one["start"] * 1e6,
-            (one["end"] - one["start"]) * 1e6,
-            one["is_matmul"],
-            one["synchronous"],
+            event["row"],
+            event["kind"],
+            event["name"],
+            event["op"],
+            event["start"] * 1e6,
+            (event["end"] - event["start"]) * 1e6,
+            event["is_matmul"],
+            event["synchronous"],
         ]
-        for one in record["events"]
-        if one["end"] > one["start"]
+        for event in record["events"]
+        if event["end"] > event["start"]
     ]
     instructions: dict[str, Any] = {"rows": [], "alone": []}
     if record.get("instructions"):
@@ -90,5 +90,5 @@ def _finding(record: Mapping[str, Any], finding: Mapping[str, Any]) -> dict[str,
         "edit": finding["edit"],
         "gain": gain(record, finding),
         "gains": bool(finding["gain"]),
-        "tried": [{"edit": one["edit"], "seconds": us(one["seconds"])} for one in finding["tried"]],
+        "tried": [{"edit": way["edit"], "seconds": us(way["seconds"])} for way in finding["tried"]],
     }

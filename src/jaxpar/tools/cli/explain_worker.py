@@ -30,7 +30,7 @@ def _serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
     say({"facts": asdict(facts_of(request, target, (), [program]))})
     say({"begin": program.case})
     compiled = compiled_program(program, request, target)
-    found = explain(
+    explanation = explain(
         compiled,
         tries=task["tries"],
         findings=task["findings"],
@@ -41,14 +41,14 @@ def _serve(task: dict[str, Any], say: Callable[[Record], None]) -> None:
     prediction = Prediction(
         case=program.case,
         mode="",
-        timeline=found.timeline,
-        floor=found.floor,
+        timeline=explanation.timeline,
+        floor=explanation.floor,
         memory=compiled.memory,
         compile_seconds=compiled.seconds,
         same_as=None,
     )
     say({"prediction": asdict(prediction)})
-    say({"explained": found.record()})
+    say({"explained": explanation.record()})
 
 
 def _measured(folder: str | None, compiled: CompiledProgram) -> Timeline | None:

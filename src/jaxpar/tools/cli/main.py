@@ -1,7 +1,7 @@
 """`jaxpar`, or `python -m jaxpar`: dispatches the subcommands.
 
 Each is the module `NAME_command`, whose `add_arguments(parser)` sets `run(args)`, which returns the
-exit status. Only the named one is imported: help and version take no second for JAX.
+exit status. Only the named command is imported: help and version take no second for JAX.
 """
 
 import argparse

@@ -58,7 +58,7 @@ class Op:
         return (rows // size, depth, cols), depth * cols
 
     def sent(self, moved: float, size: int, grad: bool) -> float:
-        """Returns the least bytes that one device sends."""
+        """Returns the least bytes that a device sends."""
         # An all-reduce sends twice. Its backward pass sends nothing: the cotangent is replicated.
         passes = 2 if grad or not self.out else 1
         return passes * moved * (size - 1) / size
@@ -71,7 +71,7 @@ class Op:
         return [*(part for part in fitting if part != usual), usual]
 
     def least_sent(self, shape: Shape, size: int, grad: bool) -> float:
-        """Returns the fewest numbers that one device sends, for any split of the work.
+        """Returns the fewest numbers that a device sends, for any split of the work.
 
         Each product may split M, K or N. Operands are gathered or exchanged. Results are scattered,
         summed or exchanged. An operand of two products travels once.
@@ -87,7 +87,7 @@ class Op:
                 return 0.0
             return exchanged if dim in dims else gathered
 
-        def given(dims: str, dim: str) -> float:
+        def delivered(dims: str, dim: str) -> float:
             if dim not in dims:  # each device has a partial sum of all entries
                 return gathered if held[dims] else 2 * gathered
             if held[dims] == dim:
@@ -102,7 +102,7 @@ class Op:
             needed: dict[str, dict[str, float]] = {dims: {} for dims in held}
             total = 0.0
             for dim, (left, right, result) in zip(parted, products, strict=True):
-                total += given(result, dim) * numbers[result]
+                total += delivered(result, dim) * numbers[result]
                 for dims in (left, right):
                     needed[dims][dim if dim in dims else ""] = taken(dims, dim)
             for dims, shares in needed.items():
@@ -161,8 +161,8 @@ DEFAULT_OPS = ("gather-lhs-rows", "gather-rhs-k", "scatter-rows")
 
 
 def with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_and_backward(*given: Any) -> Any:
-        *operands, cotangent = given
+    def forward_and_backward(*args: Any) -> Any:
+        *operands, cotangent = args
         out, pull_back = jax.vjp(function, *operands)
         out, gradients = pull_strictly(out, pull_back, cotangent)
         return (out, *gradients)  # with out, since a model uses it

@@ -155,14 +155,14 @@ def failure_lines(reports: Sequence[TargetResults]) -> list[str]:
         if len(labels) == 1:
             lines.append(f"{labels[0]}: {reason}")
             continue
-        # The last word of a label is the mode, if there is one.
+        # The last word of a label is its mode, if it has a mode.
         modes: dict[str, list[str]] = {}
         for label in labels:
             case, _, mode = label.rpartition(" ")
             modes.setdefault(case, []).append(mode)
         named = (
-            f"{case} ({', '.join(some)})" if case else ", ".join(some)
-            for case, some in modes.items()
+            f"{case} ({', '.join(names)})" if case else ", ".join(names)
+            for case, names in modes.items()
         )
         what = "rows" if any(modes) else "targets"
         lines.append(f"{reason}; in {len(labels)} {what}: {', '.join(named)}")
@@ -248,14 +248,14 @@ def _require_one_kind(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{args.function!r} is not module:function, as in model:layer for layer of model.py"
         )
-    given = [
+    options = [
         f"--{option.replace('_', '-')}"
         for option in ("ops", "shapes", "modes", "dtype", "wire_dtype", "axis")
         if getattr(args, option) is not None
     ]
-    if given:
+    if options:
         raise UsageError(
-            f"{' and '.join(given)} is of the operations; {args.function} names its own axes and "
+            f"{' and '.join(options)} is of the operations; {args.function} names its own axes and "
             "modes, and gets shapes and dtypes by --args"
         )
 

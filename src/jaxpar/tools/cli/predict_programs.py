@@ -58,8 +58,8 @@ def programs(request: Request, target: Target, ring: Ring) -> list[PlannedProgra
 
 
 def requested_options(request: Request, target: Target) -> dict[str, Any]:
-    own = {} if request.bare else compiler_options(target)
-    return {**own, **request.compiler_options}
+    defaults = {} if request.bare else compiler_options(target)
+    return {**defaults, **request.compiler_options}
 
 
 def op_floor(target: Target, op: Op, shape: Shape, ring: Ring, request: Request) -> Floor:
@@ -143,17 +143,17 @@ def find_function(text: str) -> Callable[..., Any]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = import_module(module)
+        function: Any = import_module(module)
     except ModuleNotFoundError as missing:
         raise UsageError(
             f"{text}: no module {missing.name!r} is to be found from the current directory; "
             "install it, or go to where it is"
         ) from None
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        function = getattr(function, part, None)
+    if not callable(function):
         raise UsageError(f"{text}: module {module} has no function {name!r}; name one that it has")
-    return found
+    return function
 
 
 def _ask(function: Callable[..., Any], text: str, target: Target) -> Any:
@@ -211,10 +211,10 @@ _SHORT = {
 
 
 def parse_operand(text: str) -> tuple[Any, tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    found = _FORM.fullmatch(text.replace(" ", ""))
-    if found is None:
+    match = _FORM.fullmatch(text.replace(" ", ""))
+    if match is None:
         raise UsageError(f"--args {text!r} is not dtype[shape]@axes, as in 'bf16[8192,8192]@tp,-'")
-    name, sizes, axes = found.groups()
+    name, sizes, axes = match.groups()
     try:
         dtype = jnp.dtype(_SHORT.get(name, name))
     except TypeError:

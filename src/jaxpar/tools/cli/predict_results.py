@@ -68,7 +68,7 @@ class Prediction:
     compile_seconds: float
     same_as: str | None  # the mode that compiles to the same program
     intervals: tuple[str, ...] = ()  # of errors, of all and of its parts
-    pipeline: tuple[str, ...] = ()  # its bubble, and where one would be faster
+    pipeline: tuple[str, ...] = ()  # its bubble, and where another is faster
 
     @property
     def exposed_share(self) -> float:
@@ -113,24 +113,24 @@ class TargetResults:
 
     @property
     def approximate(self) -> bool:
-        return any("roofline" in one.timeline.estimate for one in self.predictions)
+        return any("roofline" in prediction.timeline.estimate for prediction in self.predictions)
 
     @property
     def measured(self) -> bool:
-        return any(one.timeline.estimate == "measured" for one in self.predictions)
+        return any(prediction.timeline.estimate == "measured" for prediction in self.predictions)
 
     def take(self, record: Mapping[str, Any], tick: Tick) -> None:
-        [(kind, found)] = record.items()
+        [(kind, what)] = record.items()
         match kind:
             case "facts":
-                self.facts = facts_from(found)
+                self.facts = facts_from(what)
             case "begin":
-                self.begun = found
+                self.begun = what
             case "prediction":
-                self.predictions.append(prediction_from(found))
+                self.predictions.append(prediction_from(what))
                 tick(f"{self.target} {self.predictions[-1].label}")
             case _:
-                self.failures.append(Failure(**found))
+                self.failures.append(Failure(**what))
                 tick(f"{self.target} {self.failures[-1].label}")
 
 
@@ -147,11 +147,11 @@ def header(report: TargetResults, request: Request) -> str:
 
 def compiled_by(report: TargetResults) -> str:
     facts = report.facts
-    found = {} if facts is None else facts.versions
-    text = ", ".join(f"{name} {text}" for name, text in found.items())
+    versions = {} if facts is None else facts.versions
+    text = ", ".join(f"{name} {text}" for name, text in versions.items())
     options = {} if facts is None else facts.compiler_options
-    given = " ".join(f"{name}={value}" for name, value in options.items())
-    return f"{text}, with {given or 'its default options'}"
+    settings = " ".join(f"{name}={value}" for name, value in options.items())
+    return f"{text}, with {settings or 'its default options'}"
 
 
 def phase(request: Request) -> str:
@@ -159,40 +159,40 @@ def phase(request: Request) -> str:
 
 
 def notes(report: TargetResults) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     facts = report.facts
     if facts:
-        found += _notes_of_links(facts, report.predictions)
+        lines += _notes_of_links(facts, report.predictions)
     if facts and report.predictions:
         most = max(p.timeline.peak_bytes for p in report.predictions)
         if most > facts.chip["capacity"]:
-            found.append(
+            lines.append(
                 f"{most / 2**30:.1f} GiB do not fit the {facts.chip['capacity'] / 2**30:.0f} GiB "
                 "of HBM of a device"
             )
-    found += dict.fromkeys(line for p in report.predictions for line in p.pipeline)
+    lines += dict.fromkeys(line for p in report.predictions for line in p.pipeline)
     loops = {name for p in report.predictions for name in p.timeline.loops_of_unknown_length}
     if loops:
-        found.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")
-    return found
+        lines.append(f"loops of unknown length count as one iteration: {', '.join(sorted(loops))}")
+    return lines
 
 
 def _notes_of_links(facts: Facts, predictions: Sequence[Prediction]) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     names = ",".join(facts.ring)
     others = {p.same_as or p.mode for p in predictions} - {"naive", "multi-ring"}
     if facts.links_apart > 1 and (others or not facts.disjoint):
-        found.append(
+        lines.append(
             f"neighbours on the ring {names} are up to {facts.links_apart} links apart on this "
             "mesh, so transfers share links"
             + ("; transfers of multi-ring do not" if facts.disjoint else "")
         )
     if facts.not_closed and {p.mode for p in predictions} & {"auto", "multi-ring"}:
-        found.append(
+        lines.append(
             f"over {names}, no rings have hops of one link and share no link: "
             f"{', '.join(facts.not_closed)}; auto does not choose multi-ring"
         )
-    return found
+    return lines
 
 
 def write_json(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:

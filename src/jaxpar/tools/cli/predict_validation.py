@@ -23,27 +23,27 @@ NOTE = (
 
 
 def run_validation(args: argparse.Namespace) -> int:
-    given = {name for name, value in vars(args).items() if value != args.default_of(name)}
-    if others := sorted(given - {"command", "json", "target", "validate"}):
+    changed = {name for name, value in vars(args).items() if value != args.default_of(name)}
+    if others := sorted(changed - {"command", "json", "target", "validate"}):
         raise UsageError(
             "--validate compiles what was measured, and takes --target and --json alone; leave "
             f"{', '.join(others).replace('_', '-')} out"
         )
     chips = _chips(args.target)
     require_reportable(args, ("json",))
-    rows = sum(one.chip in chips for one in measurements())
+    rows = sum(row.chip in chips for row in measurements())
     with progress("compiling", rows) as tick:
-        found, failed = validated(chips, tick)
+        predicted, failed = validated(chips, tick)
     console = open_console()
     printed = require_extra("rich.table").Table(box=require_extra("rich.box").SIMPLE_HEAD)
     for number, title in enumerate(TITLES):
         printed.add_column(title, justify="left" if number < 3 else "right")
-    for row in table(found):
+    for row in table(predicted):
         printed.add_row(*row)
     console.print(printed)
     console.print(NOTE, style="dim", highlight=False)
     if args.json:
-        write_text(args.json, json.dumps([record(one) for one in found], indent=1) + "\n")
+        write_text(args.json, json.dumps([record(row) for row in predicted], indent=1) + "\n")
     for reason in dict.fromkeys(failed.values()):
         first, *others = [name for name in failed if failed[name] == reason]
         more = f" and {len(others)} more" if others else ""
@@ -52,7 +52,7 @@ def run_validation(args: argparse.Namespace) -> int:
 
 
 def _chips(named: str | None) -> list[str]:
-    known = sorted({one.chip for one in measurements()})
+    known = sorted({row.chip for row in measurements()})
     there = [chip for chip in known if _compiler(chip) in compilers()]
     chips = there if named is None else named.split(",")
     if strange := [chip for chip in chips if chip not in known]:
@@ -74,8 +74,8 @@ def validated(
     chips: Collection[str], tick: Callable[[str], None]
 ) -> tuple[list[Held], dict[str, str]]:
     """Predicts measurements; returns also why some fail."""
-    rows = {one.name: one for one in measurements()}
-    found, failed = list[Held](), dict[str, str]()
+    rows = {row.name: row for row in measurements()}
+    predicted, failed = list[Held](), dict[str, str]()
 
     def take(said: dict[str, Any]) -> None:
         name = said["name"]
@@ -83,32 +83,32 @@ def validated(
             failed[name] = said["failed"]
         else:
             ends = said["interval"] and tuple(said["interval"])
-            found.append(Held(rows[name], said["chip"], said["predicted"], ends, said["slow"]))
+            predicted.append(Held(rows[name], said["chip"], said["predicted"], ends, said["slow"]))
         tick(name)
 
     for compiler in ("tpu", "gpu"):
         mine = [chip for chip in chips if _compiler(chip) == compiler]
-        own = [name for name, one in rows.items() if one.chip in mine]
-        if own and (died := converse("jaxpar.tools.cli.predict_validation", own, take)):
+        names = [name for name, row in rows.items() if row.chip in mine]
+        if names and (died := converse("jaxpar.tools.cli.predict_validation", names, take)):
             failed[f"{compiler} compiler"] = f"its process {died}"
-    return found, failed
+    return predicted, failed
 
 
 def serve(names: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yields each prediction, or why there is none."""
-    for one in measurements():
-        if one.name in names:
-            found = validate(one, default_folder())
-            if isinstance(found, str):
-                yield {"name": one.name, "failed": found}
+    for row in measurements():
+        if row.name in names:
+            prediction = validate(row, default_folder())
+            if isinstance(prediction, str):
+                yield {"name": row.name, "failed": prediction}
             else:
                 kept = ("chip", "predicted", "interval", "slow")
-                yield {"name": one.name, **{name: getattr(found, name) for name in kept}}
+                yield {"name": row.name, **{name: getattr(prediction, name) for name in kept}}
 
 
-def record(one: Held) -> dict[str, Any]:
-    return {**asdict(one.measured), "held_out": one.measured.is_held_out,
-            "predicted": one.predicted, "error": one.error, "interval": one.interval}  # fmt: skip
+def record(row: Held) -> dict[str, Any]:
+    return {**asdict(row.measured), "held_out": row.measured.is_held_out,
+            "predicted": row.predicted, "error": row.error, "interval": row.interval}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ _PADDING = (0, 1, 0, 0)
 def print_report(report: TargetResults, request: Request, console: Any) -> None:
     escape = require_extra("rich.markup").escape
     console.print(f"[bold]{escape(header(report, request))}[/]", highlight=False)
-    if found := compiled_by(report):
-        console.print(escape(f"compiled by {found}"), style="dim", highlight=False)
+    if compiler := compiled_by(report):
+        console.print(escape(f"compiled by {compiler}"), style="dim", highlight=False)
     for note in notes(report):
         console.print(f"[yellow]{escape(note)}[/]", highlight=False)
     print_rows(console, _COLUMNS, [], padding=_PADDING, show_header=True)
@@ -51,8 +51,8 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
     for case, group in groupby(report.predictions, lambda prediction: prediction.case):
         predictions = list(group)
         floor = predictions[0].floor
-        one = f"; over one ring the floor is {about}{floor.of_one_ring * 1e3:.3f} ms"
-        more = one if floor.of_one_ring > floor.total else ""
+        remark = f"; over one ring the floor is {about}{floor.of_one_ring * 1e3:.3f} ms"
+        more = remark if floor.of_one_ring > floor.total else ""
         console.print(f"[bold]{escape(case)}[/]{more}", highlight=False)
         rows = [_cells(row, report.facts, about) for row in predictions]
         print_rows(console, _COLUMNS, rows, padding=_PADDING)
@@ -61,10 +61,10 @@ def print_report(report: TargetResults, request: Request, console: Any) -> None:
 
 def print_notes(reports: list[TargetResults], console: Any) -> None:
     lines = [NOTE, *([GPU_NOTE] if any(report.approximate for report in reports) else [])]
-    found = [one for report in reports for one in report.predictions]
-    texts = lines_of(text for one in found for text in one.intervals)
+    predictions = [p for report in reports for p in report.predictions]
+    texts = lines_of(text for p in predictions for text in p.intervals)
     lines += [f"{SENTENCE}: {text}" for text in texts]
-    kernels = {name for one in found for name in one.timeline.kernels_of_unknown_cost}
+    kernels = {name for p in predictions for name in p.timeline.kernels_of_unknown_cost}
     lines += map(at_least, sorted(kernels))
     lines.append(
         "floor: the matmul in one piece (for a function, its FLOPs at peak), or the bytes over all "
@@ -123,7 +123,7 @@ def _program(pid: int, target: str, prediction: Prediction) -> Iterator[dict[str
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
     tid = 0
     for row, events in rows_of(prediction.timeline).items():
-        # Events of one thread must nest, but transfers that share a link only overlap.
+        # Events of a thread must nest, but transfers that share a link only overlap.
         for number, part in enumerate(without_overlap(events), start=1):
             tid += 1
             yield _name("thread_name", pid, tid, row if number == 1 else f"{row} ({number})")
@@ -162,11 +162,11 @@ def _complete(pid: int, tid: int, event: Event) -> dict[str, Any]:
 
 def rows_of(timeline: Timeline) -> dict[str, list[Event]]:
     """Returns events by row, compute first."""
-    found: dict[str, list[Event]] = {"compute": []}
+    rows: dict[str, list[Event]] = {"compute": []}
     for event in timeline.events:
-        found.setdefault(event.row, []).append(event)
-    order = sorted(found, key=lambda row: (row != "compute", row == "memory", _lane(row)))
-    return {row: found[row] for row in order}
+        rows.setdefault(event.row, []).append(event)
+    order = sorted(rows, key=lambda row: (row != "compute", row == "memory", _lane(row)))
+    return {row: rows[row] for row in order}
 
 
 def without_overlap(events: Iterable[Event], slack: float = 0.0) -> list[list[Event]]:
@@ -209,7 +209,7 @@ _TRANSFERS: Looks = {
     _SYNCHRONOUS: lambda event: event.synchronous,
 }
 
-Group = tuple[TargetResults, Request, list[Prediction]]  # the modes of one case
+Group = tuple[TargetResults, Request, list[Prediction]]  # the modes of a case
 
 
 def write_picture(path: str, reports: Sequence[TargetResults], requests: Sequence[Request]) -> None:
@@ -257,8 +257,8 @@ def _shown(group: Group) -> list[Prediction]:
 
 
 def _rows(prediction: Prediction) -> dict[str, list[Event]]:
-    found = rows_of(prediction.timeline)
-    return {row: events for row, events in found.items() if row != "memory"}
+    rows = rows_of(prediction.timeline)
+    return {row: events for row, events in rows.items() if row != "memory"}
 
 
 def _height(group: Group) -> float:

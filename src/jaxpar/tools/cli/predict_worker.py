@@ -1,4 +1,4 @@
-"""The process that compiles one target's programs."""
+"""The process that compiles a target's programs."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from jaxpar.tools.timeline.cache import default_folder
 from jaxpar.tools.timeline.target import unknown_network
 from jaxpar.tools.toolkit_api import jitted_with, stays_within_a_slice, versions, why_not_closed
 
-Record = dict[str, Any]  # one entry: what it is, and the thing itself
+Record = dict[str, Any]  # an entry: what it is, and the thing itself
 
 COMPILER_PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 
@@ -87,7 +87,7 @@ def compiled_program(program: PlannedProgram, request: Request, target: Target) 
 def target_of(request: Request, needs_figures: bool = True) -> Target:
     # A measurement needs no figures.
     try:
-        found = describe(request.target, request.mesh, figures=request.figures)
+        target = describe(request.target, request.mesh, figures=request.figures)
     except (ImportError, ValueError) as reason:
         text = str(reason)
         if text.startswith("make_mesh: "):
@@ -95,17 +95,17 @@ def target_of(request: Request, needs_figures: bool = True) -> Target:
         for prefix in ("target: ", f"{request.target!r}: "):
             text = text.removeprefix(prefix)
         raise UsageError(first_line(text)) from None
-    if found.chip is None and not needs_figures:
-        return found
-    if why := unknown_network(found.mesh):
+    if target.chip is None and not needs_figures:
+        return target
+    if why := unknown_network(target.mesh):
         raise UsageError(why)
-    if found.chip is None:
-        kind = found.mesh.devices.flat[0].device_kind
+    if target.chip is None:
+        kind = target.mesh.devices.flat[0].device_kind
         raise UsageError(
             f"jaxpar has no published figures of {kind!r}; use a chip that it has, such as v5e:2x4 "
             "or h100:8"
         )
-    return found
+    return target
 
 
 def facts_of(request: Request, target: Target, ring: Ring, chosen: list[PlannedProgram]) -> Facts:
@@ -151,8 +151,8 @@ def _not_closed(target: Target, ring: Ring) -> list[str] | None:
 
 def where(reason: BaseException) -> str:
     frames = extract_tb(reason.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    ours = [frame for frame in frames if Path(frame.filename).parent == Path.cwd()]
+    place = f" ({Path(ours[-1].filename).name}:{ours[-1].lineno})" if ours else ""
     return f"{one_line(reason)}{place}"
 
 

@@ -131,13 +131,13 @@ def parse_ring(axis: str | None, mesh: Mesh) -> Ring:
 
 def mesh_error(mesh: str, reason: Exception) -> str:
     said = str(reason).removeprefix("make_mesh: ")
-    if found := _MISMATCH.search(said):
-        needed, there = map(int, found.groups())
+    if match := _MISMATCH.search(said):
+        needed, there = map(int, match.groups())
         text = f"--mesh {mesh} takes {needed} devices, but there are {there}"
         return f"{text}; use --mesh {_fitting(mesh, there)}"
-    if found := _INDIVISIBLE.search(said):
+    if match := _INDIVISIBLE.search(said):
         said, _, _ = said.partition("; ")
-        return f"--mesh {mesh}: {said}; the other sizes must divide {found[1]}"
+        return f"--mesh {mesh}: {said}; the other sizes must divide {match[1]}"
     return f"--mesh {mesh}: {said}"
 
 
@@ -160,17 +160,17 @@ def _fitting(mesh: str, devices: int) -> str:
 
 
 def parse_processes(args: argparse.Namespace) -> tuple[int, int]:
-    given = {
+    values = {
         "--coordinator": args.coordinator,
         "--process-id": args.process_id,
         "--num-processes": args.num_processes,
     }
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == len(values):
         return 0, 1
     if missing:
         raise UsageError(
-            f"{' and '.join(missing)} missing; several processes need all of {', '.join(given)}"
+            f"{' and '.join(missing)} missing; several processes need all of {', '.join(values)}"
         )
     if not 0 <= args.process_id < args.num_processes:
         raise UsageError(

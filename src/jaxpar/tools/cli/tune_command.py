@@ -173,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> SearchProgress:
-    # If the other process dies, a new one continues the search.
+    # If the other process dies, a new process continues the search.
     report = SearchProgress()
     environment = {} if request.target == HERE else COMPILING
     task = {"request": asdict(request), **limits}
@@ -187,14 +187,14 @@ def tune(request: Request, limits: Mapping[str, Any], tick: Any) -> SearchProgre
 
 
 def _tuning(report: SearchProgress, args: argparse.Namespace) -> Tuning:
-    found = report.found or {}
-    before, after = found["before"], found["after"]
+    final = report.found or {}
+    before, after = final["before"], final["after"]
     return Tuning(
         name=args.output,
         command=_command(args),
         **report.facts,
-        sites=found["sites"],
-        clock=found["clock"],
+        sites=final["sites"],
+        clock=final["clock"],
         milliseconds={"auto": _rounded(before), "tuned": _rounded(after)},
         tried={
             site: {
@@ -233,7 +233,7 @@ def _command(args: argparse.Namespace) -> str:
 def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
     console = open_console()
     escape = require_extra("rich.markup").escape
-    found = report.found or {}
+    final = report.found or {}
     auto, best = tuning.milliseconds["auto"], tuning.milliseconds["tuned"]
     mesh = ",".join(f"{name}={size}" for name, size in tuning.mesh.items())
     head = f"{function} | {tuning.device_kind} | mesh {mesh} | {tuning.clock}"
@@ -249,7 +249,7 @@ def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
         f"\nfull program: {auto:.3f} ms with auto, {best:.3f} ms tuned ({best / auto:.3f})",
         highlight=False,
     )
-    for text in lines_of(found["intervals"]):
+    for text in lines_of(final["intervals"]):
         console.print(f"{SENTENCE}: {escape(text)}", highlight=False)
     passes = [tried for tried in report.tried if tried.part == "backward" and tried.way != AUTO]
     if passes and all(tried.note.startswith(SAME) for tried in passes):
@@ -258,8 +258,8 @@ def print_report(report: SearchProgress, tuning: Tuning, function: str) -> None:
             "gradients itself, --grad adds them",
             highlight=False,
         )
-    if found["left"]:
-        console.print(f"{found['left']} algorithms were not tried: raise --tries", highlight=False)
+    if final["left"]:
+        console.print(f"{final['left']} algorithms were not tried: raise --tries", highlight=False)
     console.print(f'use it: jaxpar.jit(..., tuned="{tuning.name}")', highlight=False)
 
 

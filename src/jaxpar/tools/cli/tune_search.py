@@ -1,4 +1,4 @@
-"""Searches the fastest algorithm for one decision after the other.
+"""Searches the fastest algorithm for each decision in turn.
 
 A *decision* is a part of a call site, such as its backward pass. A *way* is an algorithm for it.
 """
@@ -14,7 +14,7 @@ from jaxpar.tools.toolkit_api import AUTO, MODES, Asked, Choices
 
 SAME = "the same program"  # the begin of notes on programs that need no timing
 
-Record = dict[str, Any]  # one entry: what it is, and the thing itself
+Record = dict[str, Any]  # an entry: what it is, and the thing itself
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class TriedWay:
-    """The result of one way for one decision.
+    """The result of a way for a decision.
 
     Uncompiled ways have no `seconds`, and a `note` why. Timed ways have their program's `digest`.
     """

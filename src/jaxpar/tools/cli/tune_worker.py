@@ -145,8 +145,8 @@ class Timed(Traces):
             # The compiler chooses the shardings that are not given.
             compiled = self._compile(self.lower({}).lowered.lower())
             shardings = jax.tree.leaves(compiled.input_shardings[0])
-        found = enumerate(zip(leaves, shardings, abstract, strict=True))
-        made = [_array(x, place, self.mesh, seed) if a else x for seed, (x, place, a) in found]
+        numbered = enumerate(zip(leaves, shardings, abstract, strict=True))
+        made = [_array(x, place, self.mesh, seed) if a else x for seed, (x, place, a) in numbered]
         return list(jax.tree.unflatten(tree, made))
 
 

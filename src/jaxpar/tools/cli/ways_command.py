@@ -60,14 +60,14 @@ def _run(args: argparse.Namespace) -> int:
     if len(requests) > 1:
         raise UsageError(f"--target {args.target} names several; ways takes one at a time")
     require_folders(args, ("json",))
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     task = asdict(requests[0])
-    died = converse("jaxpar.tools.cli.ways_worker", task, found.update, COMPILING)
-    failure = f"the process {died}" if died else found.get("failure")
+    died = converse("jaxpar.tools.cli.ways_worker", task, answer.update, COMPILING)
+    failure = f"the process {died}" if died else answer.get("failure")
     if failure:
         print_error("jaxpar ways", failure)
-        return 2 if found.get("usage") else 1
-    print(found["text"])
+        return 2 if answer.get("usage") else 1
+    print(answer["text"])
     if args.json:
-        write_text(args.json, found["json"] + "\n")
+        write_text(args.json, answer["json"] + "\n")
     return 0

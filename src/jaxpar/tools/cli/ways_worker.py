@@ -17,8 +17,8 @@ def serve(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         target = target_of(request)
         [program] = programs(request, target, ())
         options = requested_options(request, target)
-        found = ways(program.function, *program.args, target=target, compiler_options=options)
-        yield {"text": str(found), "json": found.json()}
+        table = ways(program.function, *program.args, target=target, compiler_options=options)
+        yield {"text": str(table), "json": table.json()}
     except UsageError as reason:
         yield {"failure": str(reason), "usage": True}
     except Exception as reason:

@@ -124,8 +124,8 @@ def first_line(text: str) -> str:
 
 
 def compilers() -> set[str]:
-    found = {"tpu": importlib.util.find_spec("libtpu"), "gpu": find_plugin()}
-    return {name for name, place in found.items() if place is not None}
+    places = {"tpu": importlib.util.find_spec("libtpu"), "gpu": find_plugin()}
+    return {name for name, place in places.items() if place is not None}
 
 
 @contextmanager
