@@ -79,11 +79,11 @@ def _check_fit(
         once = "give a dimension of an array as dim" if dim else "give it once"
         raise type_error(f"{twice} is given by its place and by its name; {once}")
     if len(args) > len(places) and Parameter.VAR_POSITIONAL not in kinds.values():
-        own = "self" in places
+        this = "self" in places
         named = [name for name, kind in kinds.items() if kind is Parameter.KEYWORD_ONLY]
         remedy = f"give {', '.join(named)} by name" if named else "leave out the extra arguments"
         raise type_error(
-            f"{len(args) - own} arguments without a name, of which it takes {len(places) - own}; "
+            f"{len(args) - this} arguments without a name, of which it takes {len(places) - this}; "
             f"{remedy}{usage}"
         )
 
@@ -106,10 +106,10 @@ def readable(shown: Shown) -> Shown:
             return annotation
         return _Text(re.sub(r"\w+", meaning, annotation))
 
-    found = signature(cast(Any, shown))
-    parameters = [p.replace(annotation=text(p.annotation)) for p in found.parameters.values()]
-    back = text(found.return_annotation)
-    cast(Any, shown).__signature__ = found.replace(parameters=parameters, return_annotation=back)
+    original = signature(cast(Any, shown))
+    parameters = [p.replace(annotation=text(p.annotation)) for p in original.parameters.values()]
+    back = text(original.return_annotation)
+    cast(Any, shown).__signature__ = original.replace(parameters=parameters, return_annotation=back)
     return shown
 
 
@@ -160,7 +160,7 @@ def naming(name: str | None) -> Generator[None]:
 def _scope(function: Any, axis: Any) -> str:
     names = getattr(axis, "names", axis)  # from an Axis
     names = (names,) if isinstance(names, str) else names
-    if not isinstance(names, tuple | list):  # no axis, or a wrong one that the function refuses
+    if not isinstance(names, tuple | list):  # no axis, or a wrong axis that the function refuses
         return function.__qualname__
     return f"{function.__qualname__}[{','.join(map(str, names))}]"
 
@@ -176,8 +176,8 @@ def as_one_program(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return function(*args, **kwargs)
 
     def program(arrays: list[jax.Array]) -> Any:
-        given = iter(arrays)
-        whole = [next(given) if known else x for x, known in zip(leaves, evaluated, strict=True)]
+        left = iter(arrays)
+        whole = [next(left) if known else x for x, known in zip(leaves, evaluated, strict=True)]
         args, kwargs = tree.unflatten(whole)
         return function(*args, **kwargs)
 

@@ -43,10 +43,10 @@ def result_dtype(dtype: DTypeLike) -> Any:
 
 def common_dtype(first: Any, second: Any) -> Any:
     """Returns the dtype that holds both, without JAX's promotion rules."""
-    one, other = bits_of(first), bits_of(second)
-    if first != second and one == other and jnp.issubdtype(first, jnp.floating):
+    bits, other_bits = bits_of(first), bits_of(second)
+    if first != second and bits == other_bits and jnp.issubdtype(first, jnp.floating):
         return jnp.dtype("float32")  # bfloat16 and float16
-    return first if one > other else second
+    return first if bits > other_bits else second
 
 
 def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
@@ -58,19 +58,19 @@ def as_dtype(argument: str, dtype: DTypeLike | None) -> Any:
         ) from None
 
 
-def check_holds(argument: str, dtype: Any, given: Any, what: str) -> None:
+def check_holds(argument: str, dtype: Any, source: Any, what: str) -> None:
     """Raises if `dtype` would lose digits, signs, fractions or imaginary parts."""
-    signed = jnp.issubdtype(given, jnp.signedinteger)
-    narrower = jnp.issubdtype(given, jnp.integer) and bits_of(dtype) < bits_of(given)
+    signed = jnp.issubdtype(source, jnp.signedinteger)
+    narrower = jnp.issubdtype(source, jnp.integer) and bits_of(dtype) < bits_of(source)
     if (
         narrower
-        or _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(given))
+        or _KINDS.index(kind_of_dtype(dtype)) < _KINDS.index(kind_of_dtype(source))
         or (signed and jnp.issubdtype(dtype, jnp.unsignedinteger))
         or jnp.issubdtype(dtype, jnp.bool_)
     ):
-        kind = "a wider" if narrower else "a signed" if signed else kind_of_dtype(given)
+        kind = "a wider" if narrower else "a signed" if signed else kind_of_dtype(source)
         raise type_error(
-            f"{argument}={dtype} cannot hold {what} of {given} operands; choose {kind} "
+            f"{argument}={dtype} cannot hold {what} of {source} operands; choose {kind} "
             "dtype, or None"
         )
 
@@ -121,7 +121,7 @@ class LowBit:
     Vectors, integers, complex numbers, and rows of fewer than 32 numbers travel unchanged.
 
     Raises:
-      TypeError: `dtype` is another one, or `sums` is another 8-bit dtype.
+      TypeError: `dtype` is another dtype, or `sums` is another 8-bit dtype.
       ValueError: columns is less than 1.
 
     Cost: a block is read twice and written once. Half of bfloat16's bytes travel, and 4 bytes for
@@ -142,11 +142,11 @@ class LowBit:
 
     def __post_init__(self) -> None:
         with naming(called("LowBit")):
-            given: Any = self.columns
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
-                raise type_error(f"columns must be an integer or None, got {given!r}")
-            if given is not None and given < 1:
-                raise value_error(f"columns must be 1 or more, got {given}; None: a row")
+            columns: Any = self.columns
+            if columns is not None and (isinstance(columns, bool) or not isinstance(columns, int)):
+                raise type_error(f"columns must be an integer or None, got {columns!r}")
+            if columns is not None and columns < 1:
+                raise value_error(f"columns must be 1 or more, got {columns}; None: a row")
             dtype, sums = as_dtype("dtype", self.dtype), as_dtype("sums", self.sums)
             if not is_low_bit(dtype):
                 raise type_error(f"dtype={dtype} must be one of {', '.join(LOW_BIT)}")

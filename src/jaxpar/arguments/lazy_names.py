@@ -45,20 +45,20 @@ def names_on_demand(
             if defaults:
                 text += f"; the old name goes on with {defaults} by default"
             warn(text, DeprecationWarning, stacklevel=2)
-            found = getattr(sys.modules[package], new)
-            return update_wrapper(partial(found, **defaults), found) if defaults else found
+            value = getattr(sys.modules[package], new)
+            return update_wrapper(partial(value, **defaults), value) if defaults else value
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home, own = homes[name]
+        home, original = homes[name]
         if home == package:  # a module of the package, not a name in a module
-            return import_module(f"{package}.{own}")
-        found = getattr(import_module(home), own)
-        setattr(sys.modules[package], name, found)
-        return found
+            return import_module(f"{package}.{original}")
+        value = getattr(import_module(home), original)
+        setattr(sys.modules[package], name, value)
+        return value
 
     def listed() -> list[str]:
-        own = {name for name in vars(sys.modules[package]) if name.startswith("__")}
-        return sorted(own | set(homes))
+        special = {name for name in vars(sys.modules[package]) if name.startswith("__")}
+        return sorted(special | set(homes))
 
     return get, listed
 
@@ -66,18 +66,18 @@ def names_on_demand(
 def open_types(module: str) -> dict[str, Any]:
     """Returns `Any` for each alias that a module defines for type checkers only."""
     # Otherwise run-time type checkers raise before jaxpar's own checks.
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for line in _lines(module):
         match line:
             case (
                 ast.Assign(targets=[ast.Name(name)], value=ast.expr() as value)
                 | ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value)
             ):
-                found[name] = _text(value)
+                texts[name] = _text(value)
             case _:
                 pass
-    SHOWN.update({name: text for name, text in found.items() if text != "Any"})
-    return dict.fromkeys(found, Any)
+    SHOWN.update({name: text for name, text in texts.items() if text != "Any"})
+    return dict.fromkeys(texts, Any)
 
 
 def _text(value: ast.expr) -> str:

@@ -27,9 +27,9 @@ _UP = {
 
 def local_path(argument: str, path: str | PathLike[Any], *, writes: bool = False) -> Path:
     """Returns a path of this host; refuses those of stores and sites."""
-    given: Any = path
-    if not isinstance(given, (str, PathLike)):
-        raise type_error(f"{argument} must be a path, a str say, got {type(given).__name__}")
+    place: Any = path
+    if not isinstance(place, (str, PathLike)):
+        raise type_error(f"{argument} must be a path, a str say, got {type(place).__name__}")
     remote = _REMOTE.fullmatch(str(fspath(path)))
     if remote is None:
         return Path(path)

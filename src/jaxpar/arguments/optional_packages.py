@@ -18,18 +18,18 @@ def requirements(extra: str) -> dict[str, str]:
 
 def lacking(extra: str, package: str = "jaxpar") -> list[str]:
     """Returns missing distributions, also of extras such as `jax[tpu]`."""
-    found: list[str] = []
+    names: list[str] = []
     for name, requirement in _requirements(extra, package):
         if installed(name) is None:
-            found.append(name)
+            names.append(name)
         else:
-            found += [one for other in _extras_in(requirement) for one in lacking(other, name)]
-    return list(dict.fromkeys(found))
+            names += [need for other in _extras_in(requirement) for need in lacking(other, name)]
+    return list(dict.fromkeys(names))
 
 
 def _extras_in(requirement: str) -> list[str]:
-    found = re.search(r"\[(.*)\]", requirement)
-    return re.findall(r"[\w-]+", found.group(1)) if found else []
+    match = re.search(r"\[(.*)\]", requirement)
+    return re.findall(r"[\w-]+", match.group(1)) if match else []
 
 
 def _requirements(extra: str, package: str = "jaxpar") -> Iterator[tuple[str, str]]:
@@ -56,7 +56,7 @@ def install_command(extra: str, module: str | None = None) -> str:
         package = distribution(module)
         needed = {package: needed.get(package, package)}
     wanted = needed.values() or [f".[{extra}]"]
-    return "pip install " + " ".join(f"'{one}'" for one in wanted)
+    return "pip install " + " ".join(f"'{requirement}'" for requirement in wanted)
 
 
 def distribution(module: str) -> str:

@@ -30,27 +30,27 @@ def as_residuals(operands: Any) -> Any:
     return optimization_barrier(operands)
 
 
-def linear_pair(one: Function, other: Function) -> tuple[Function, Function]:
+def linear_pair(forth: Function, back: Function) -> tuple[Function, Function]:
     """Returns two functions, each the derivative of the other in its last operand.
 
-    Both are `(how, given, x)`: `how` is static, `given` integers, and `x` a pytree, in which they
-    are linear.
+    Both are `(how, integers, x)`: `how` is static, and `x` a pytree, in which they are linear.
+    There are no cotangents of integers.
     """
 
-    def fwd_one(how: Any, given: Any, x: Any) -> Any:
-        return first(how, given, x), given
+    def fwd_one(how: Any, integers: Any, x: Any) -> Any:
+        return first(how, integers, x), integers
 
-    def bwd_one(how: Any, given: Any, cts: Any) -> Any:
-        return None, second(how, given, _differentiable(cts))  # integers have none
+    def bwd_one(how: Any, integers: Any, cts: Any) -> Any:
+        return None, second(how, integers, _differentiable(cts))  # integers have none
 
-    def fwd_other(how: Any, given: Any, x: Any) -> Any:
-        return second(how, given, x), given
+    def fwd_other(how: Any, integers: Any, x: Any) -> Any:
+        return second(how, integers, x), integers
 
-    def bwd_other(how: Any, given: Any, cts: Any) -> Any:
-        return None, first(how, given, _differentiable(cts))
+    def bwd_other(how: Any, integers: Any, cts: Any) -> Any:
+        return None, first(how, integers, _differentiable(cts))
 
-    first = with_derivative(one, fwd_one, bwd_one)
-    second = with_derivative(other, fwd_other, bwd_other)
+    first = with_derivative(forth, fwd_one, bwd_one)
+    second = with_derivative(back, fwd_other, bwd_other)
     return first, second
 
 

@@ -52,5 +52,5 @@ def type_of(x: core.Var | core.Literal) -> Any:
 def user_line(eqn: core.JaxprEqn) -> str:
     """Returns where the user's program made an equation, such as ` at model.py:12`."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
-    own = (frame for frame in frames if not frame.file_name.startswith(_NOT_OWN))
-    return next((f" at {Path(frame.file_name).name}:{frame.line_num}" for frame in own), "")
+    outside = (frame for frame in frames if not frame.file_name.startswith(_NOT_OWN))
+    return next((f" at {Path(frame.file_name).name}:{frame.line_num}" for frame in outside), "")

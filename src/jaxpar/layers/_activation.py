@@ -1,4 +1,4 @@
-"""The activation of an MLP: a function of one projection, or of gate and up together."""
+"""The activation of an MLP: a function of a projection, or of gate and up together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatedActivation:
     Pass it as `activation` of `gated_mlp` or of an MoE layer. It is also a decorator.
 
     Args:
-      function: an elementwise `function(gate, up)` of two arrays of one shape.
+      function: an elementwise `function(gate, up)` of two arrays of equal shape.
 
     Example:
       >>> @GatedActivation
@@ -50,15 +50,15 @@ class GatedActivation:
 
     def __post_init__(self) -> None:
         with naming("GatedActivation"):
-            given: Any = self.function
-            if not callable(given):
-                raise type_error(f"function must be one of gate and up, got {given!r}")
+            function: Any = self.function
+            if not callable(function):
+                raise type_error(f"function must be one of gate and up, got {function!r}")
 
 
 def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
-    given = up if gate is None else gate
+    operand = up if gate is None else gate
     if not isinstance(activation, GatedActivation):
-        active = _call(activation, "wrap a function of gate and up in GatedActivation", given)
+        active = _call(activation, "wrap a function of gate and up in GatedActivation", operand)
     elif gate is None:
         raise value_error(
             "activation is a GatedActivation, but there is no gate; give a gate, or a function of "
@@ -67,13 +67,13 @@ def activate(activation: Activation, up: Array, gate: Array | None) -> Array:
     else:
         remedy = "give GatedActivation a function of both, or leave it out"
         active = _call(activation.function, remedy, gate, up)
-    if getattr(active, "shape", None) != given.shape:
+    if getattr(active, "shape", None) != operand.shape:
         returned = f"local shape {active.shape}" if hasattr(active, "shape") else repr(active)
         raise value_error(
-            f"activation returned {returned} for {given.shape}; it must keep the shape"
+            f"activation returned {returned} for {operand.shape}; it must keep the shape"
         )
-    if jnp.iscomplexobj(active) and not jnp.iscomplexobj(given):
-        raise type_error(f"activation returned {active.dtype} for {given.dtype}; cast it")
+    if jnp.iscomplexobj(active) and not jnp.iscomplexobj(operand):
+        raise type_error(f"activation returned {active.dtype} for {operand.dtype}; cast it")
     if gate is None or isinstance(activation, GatedActivation):
         return active
     with jax.numpy_dtype_promotion("standard"):  # an activation may return a wider dtype
@@ -87,8 +87,8 @@ def _call(function: Callable[..., Any], remedy: str, *arrays: Array) -> Any:
         # Checked only after a failure: the signature of a wrapper may be the wrapped function's.
         if _takes(function, len(arrays)):
             raise
-        given = "gate and up" if len(arrays) > 1 else "one array"
-        raise type_error(f"activation is called with {given}: {reason}; {remedy}") from None
+        operands = "gate and up" if len(arrays) > 1 else "one array"
+        raise type_error(f"activation is called with {operands}: {reason}; {remedy}") from None
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:

@@ -247,7 +247,7 @@ def parallel_attention(
       biases: a tuple for q, k, v and o: arrays or None, sharded like the columns of their weights.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: as in `column_parallel_linear`, or a pair: one for q, k and v, one for o.
+      fsdp_dim: as in `column_parallel_linear`, or a pair: for q, k and v, and for o.
       fsdp_first: True if `fsdp_axis` precedes `axis` where both shard heads:
         `P(None, ("fsdp", "tp"))` for w_q, `P(("fsdp", "tp"))` for w_o. Needs `fsdp_dim=(1, 0)`.
       preferred_element_type: as in `all_gather_matmul`; `attend`'s result is cast to w_o's dtype.
@@ -282,30 +282,30 @@ def parallel_attention(
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
     into, out = fsdp_pair(fsdp_dim)
-    own = _OwnHeads(layer, *_layout(layer, heads, kv_heads, fsdp_first, (into, out)))
+    local = _OwnHeads(layer, *_layout(layer, heads, kv_heads, fsdp_first, (into, out)))
     *b_qkv, b_o = as_biases("biases", biases, ("w_q", "w_k", "w_v", "w_o"))
     weights = as_weights({"w_q": w_q, "w_k": w_k, "w_v": w_v})
     w_o = as_array("w_o", w_o)
     for argument, w in weights.items():
-        own.check(argument, w, into)
-    shared = () if own.layout.kv_sharded else ("w_k", "w_v")
-    results = layer.columns(as_array("x", x), weights, tuple(b_qkv), into, own.select, shared)
+        local.check(argument, w, into)
+    shared = () if local.layout.kv_sharded else ("w_k", "w_v")
+    results = layer.columns(as_array("x", x), weights, tuple(b_qkv), into, local.select, shared)
     q, k, v = (
         y.reshape(*y.shape[:-1], count, y.shape[-1] // count)
-        for y, count in zip(results, (own.count, own.kv_count, own.kv_count), strict=True)
+        for y, count in zip(results, (local.count, local.kv_count, local.kv_count), strict=True)
     )
     if q.shape[-1] != k.shape[-1]:
         raise value_error(
             f"w_q has local shape {w_q.shape}, {q.shape[-1]} columns a head, and w_k "
             f"{w_k.shape}, {k.shape[-1]}; they must have as many"
         )
-    attended: Any = attend(own.mask(q), k, v)
+    attended: Any = attend(local.mask(q), k, v)
     if attended.shape[:-1] != q.shape[:-1]:
         raise value_error(
             f"attend returned local shape {attended.shape} for q {q.shape}, k {k.shape} "
             f"and v {v.shape}; it must be {q.shape[:-1]} and the size of a head"
         )
-    o = own.mask(attended).astype(layer.used_as(w_o))
+    o = local.mask(attended).astype(layer.used_as(w_o))
     o = o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
     return layer.rows(o, {"w_o": w_o}, b_o, out)
 
@@ -330,13 +330,13 @@ class _OwnHeads:
         if name == "w_q" or self.layout.kv_sharded:
             return whole
         index = self._of_blocks(self.layout.kv_heads_of)
-        # Several query heads or devices may use one head. Their gradients are summed in float32.
+        # Several query heads or devices may use a head. Their gradients are summed in float32.
         wide = vary_wide(varying_axes(whole, index), whole)
         heads = self.layout.kv_heads
         size = whole.shape[-1] // heads
         wide = wide.reshape(*whole.shape[:-1], heads, size)
-        own = jnp.take(wide, index, axis=-2, mode="clip").astype(whole.dtype)
-        return own.reshape(*whole.shape[:-1], self.kv_count * size)
+        chosen = jnp.take(wide, index, axis=-2, mode="clip").astype(whole.dtype)
+        return chosen.reshape(*whole.shape[:-1], self.kv_count * size)
 
     def mask(self, x: Num[Array, "*tokens heads size"]) -> Num[Array, "*tokens heads size"]:
         if self.layout.padded_heads == self.layout.heads:

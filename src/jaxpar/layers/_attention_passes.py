@@ -55,7 +55,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
     def consume(state: SoftmaxState | None, arrivals: Arrivals) -> SoftmaxState:
         if state is None:
             [(keys, _, _)] = arrivals
-            return own(keys)
+            return begin(keys)
         for number, (keys, source, _) in enumerate(arrivals):
             state = add(
                 state, keys, source, method.lane(number, len(arrivals), keys.k.shape[-2], length)
@@ -67,7 +67,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
         of_queries = q[..., 0].astype(dtype)
         return SoftmaxState(_zeros(q, dtype, keys.v.shape[-1]), of_queries, of_queries)
 
-    def own(keys: Keys) -> SoftmaxState:
+    def begin(keys: Keys) -> SoftmaxState:
         each, rest = method.own_tiles(length)
         # Joined only at the end: each write into the joint state would be a pass over it.
         parts = [mean_of(attend(method.scores, t, q, keys, segments)) for t in each]
@@ -88,7 +88,7 @@ def _forward(method: RingAttention, q: Queries, keys: Keys, sinks: Sinks | None)
         for tile in method.tiles(length, keys.k.shape[-2], source, lane):
 
             def compute(state: SoftmaxState, tile: Tile = tile) -> SoftmaxState:
-                # Compute tiles one by one: their scores take most of the memory.
+                # Compute tiles in turn: their scores take most of the memory.
                 state, k = lax.optimization_barrier((state, keys.k))
                 part = attend(method.scores, tile, q, keys._replace(k=k), segments)
                 return merge(state, tile.queries, part)
@@ -123,7 +123,7 @@ def _bwd(
     inverse = inverse_of(state.total)
     at, length = Backward(q, ct, state.top, inverse, inner, keys.segments), q.shape[-2]
     each, rest = method.own_tiles(length)
-    # The first transfer (keys and values) is shorter than the last one (their gradients).
+    # The first transfer (keys and values) is shorter than the last (their gradients).
     first, second = (rest, each) if rest else (each[:-1], each[-1:])
 
     def add_tile(tile: Tile, keys: Keys, sums: Sums, *, first: bool) -> Sums:
@@ -136,8 +136,8 @@ def _bwd(
 
         return _if_seen(tile, compute, sums)
 
-    def add_tiles(tiles: list[Tile], dq: Queries, own: Any) -> tuple[Queries, KeySums]:
-        sums: Sums = (dq, *own)
+    def add_tiles(tiles: list[Tile], dq: Queries, key_sums: Any) -> tuple[Queries, KeySums]:
+        sums: Sums = (dq, *key_sums)
         for number, tile in enumerate(tiles):
             sums = add_tile(tile, keys, sums, first=not number)
         return sums[0], sums[1:]
@@ -155,15 +155,15 @@ def _bwd(
             made.append(sums[1:])
         return dq, made
 
-    def begin(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
-        return add_tiles(first, dq, own)
+    def begin(dq: Queries, key_sums: Any) -> tuple[Queries, KeySums]:
+        return add_tiles(first, dq, key_sums)
 
-    def end(dq: Queries, own: Any) -> tuple[Queries, KeySums]:
-        return add_tiles(second, dq, own)
+    def end(dq: Queries, key_sums: Any) -> tuple[Queries, KeySums]:
+        return add_tiles(second, dq, key_sums)
 
-    dq, own = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
+    dq, key_sums = _zeros(q, dtype), (_zeros(keys.k, dtype), _zeros(keys.v, dtype))
     steps = Round(begin, visit, end, method.split, method.join, lambda keys: (keys.k, keys.v))
-    dq, (dk, dv) = method.way.circulate(keys, dq, own, steps)
+    dq, (dk, dv) = method.way.circulate(keys, dq, key_sums, steps)
     of_sinks = None if sinks is None else gradient_of_sinks(sinks, at)
     of_keys = Keys(dk.astype(keys.k.dtype), dv.astype(keys.v.dtype))
     return dq.astype(q.dtype), of_keys, of_sinks

@@ -171,7 +171,7 @@ class RingAttention:
 
     def lane(self, number: int, count: int, keys: int, length: int) -> int:
         """Returns which lane of its block arrives."""
-        # Arrivals from several directions of one ring are the same lane of different blocks.
+        # Arrivals from several directions of a ring are the same lane of different blocks.
         return number * (length // keys) // count
 
 

@@ -1,4 +1,4 @@
-"""The cross-entropy of one chunk of tokens after another, and its derivative.
+"""The cross-entropy of a chunk of tokens after another, and its derivative.
 
 A device saves three numbers a token; one pmax and one psum of them give the losses. The derivative
 computes logits again.

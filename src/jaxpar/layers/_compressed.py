@@ -42,7 +42,7 @@ def reduce_compressed_gradients(
 
     Args:
       grads: pytree of partial sums.
-      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. Without one: `"int8"`, with a scale
+      axis: mesh axes, or an `Axis` with an 8-bit `wire_dtype`. Otherwise: `"int8"`, with a scale
         for 256 numbers.
       error: this device's error of the previous step. None: the first step.
       specs: as in `reduce_gradients`.
@@ -154,7 +154,7 @@ def _sum_wide(
     wide = vary_over(ring.names, leaf.astype(before.dtype) + before)
     total = lax.psum(wide, ring.names)
     rounded = optimization_barrier(total.astype(leaf.dtype))
-    # All devices know what was lost. Only one saves it, so that it counts once.
+    # All devices know what was lost. Only one device saves it, so that it counts once.
     return rounded, jnp.where(ring.index() == 0, total - rounded.astype(total.dtype), 0)
 
 
@@ -167,10 +167,10 @@ def _sum_rounded(
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """Returns the 8-bit sum, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
-    own = vary_over(ring.names, leaf.astype(before.dtype) + before)
-    columns = how.columns or own.shape[-1]
+    summand = vary_over(ring.names, leaf.astype(before.dtype) + before)
+    columns = how.columns or summand.shape[-1]
     # [n, rows, columns]: a block for each device. The padding is zeros, which lose nothing.
-    blocks = jnp.pad(own.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
+    blocks = jnp.pad(summand.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
     first, second = (None, None) if key is None else jax.random.split(key)
     codes = codes_of(how, blocks, 2, first)
     # [n, rows, columns]: the partial sums of all devices for this device's block.
@@ -180,8 +180,8 @@ def _sum_rounded(
     whole = read_as(jax.tree.map(lambda x: _gathered(ring, x), rounded), dtype)
     # The device that rounds a block saves what was lost, to 8 bits and to the leaf's dtype. The
     # barrier is needed: compilers may compute in more bits than the program says.
-    own = optimization_barrier(read_as(rounded, dtype)).astype(total.dtype)
-    lost = (blocks - read_as(codes, codes.dtype)).at[ring.index()].add(total - own)
+    kept = optimization_barrier(read_as(rounded, dtype)).astype(total.dtype)
+    lost = (blocks - read_as(codes, codes.dtype)).at[ring.index()].add(total - kept)
 
     def cut(x: Array) -> Array:
         return x.reshape(-1)[: leaf.size].reshape(leaf.shape)

@@ -47,15 +47,15 @@ def floats_of(arrays: Arrays) -> Arrays:
 
 
 def with_floats(arrays: Arrays, floats: Arrays) -> Arrays:
-    given = iter(floats)
-    return [next(given) if is_float(x) else x for x in arrays]
+    left = iter(floats)
+    return [next(left) if is_float(x) else x for x in arrays]
 
 
 def all_gradients(arrays: Arrays, of_floats: Arrays) -> Arrays:
     """Returns all gradients, float0 zeros for non-floats."""
-    given = iter(of_floats)
+    left = iter(of_floats)
     return [
-        next(given).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
+        next(left).astype(x.dtype) if is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
         for x in arrays
     ]
 
@@ -75,8 +75,8 @@ class KeptResiduals:
 
     def pullback(self, inputs: Arrays) -> Any:
         """Returns the pullback from inputs with regathered weights."""
-        given = iter(self.arrays)
-        leaves = [next(given) if place is None else inputs[place] for place in self.places]
+        saved = iter(self.arrays)
+        leaves = [next(saved) if place is None else inputs[place] for place in self.places]
         return jax.tree.unflatten(self.tree, leaves)
 
 
@@ -92,14 +92,14 @@ class Layer:
 
     def gather(self, stacked: Arrays, index: Any, after: Arrays) -> tuple[Arrays, Arrays]:
         """Gathers weights once `after` is computed; returns both."""
-        own = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
+        shards = [lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in stacked]
         # Otherwise a compiler could gather more layers at once than memory holds.
-        own, after = optimization_barrier((own, after))
-        return gather_shards(self.shards, own), after
+        shards, after = optimization_barrier((shards, after))
+        return gather_shards(self.shards, shards), after
 
     def scatter(self, gradients: Arrays, weights: Arrays) -> Arrays:
-        given = iter(gradients)
-        of_all = [next(given) if is_float(x) else None for x in weights]
+        left = iter(gradients)
+        of_all = [next(left) if is_float(x) else None for x in weights]
         scattered: Any = scatter_gradients(self.shards, of_all)
         return [x for x in scattered if x is not None]
 
@@ -146,8 +146,8 @@ class Layer:
             return floats_of(out), out
 
         layer = self if self.policy is None else jax.checkpoint(self, policy=self.policy)
-        given = floats_of(consts), floats_of(weights), floats_of(state)
-        _, pullback, out = jax.vjp(of_floats, *given, has_aux=True)
+        floats = floats_of(consts), floats_of(weights), floats_of(state)
+        _, pullback, out = jax.vjp(of_floats, *floats, has_aux=True)
         return out, pullback
 
 
@@ -161,7 +161,7 @@ def fsdp_scan(
     dim: TreeDim = 0,
     policy: Callable[..., Any] | None = None,
 ) -> Tree:
-    """Applies layers one after the other, and gathers the weights of each for its use.
+    """Applies layers in turn, and gathers the weights of each for its use.
 
     Args:
       layer_fn: `(params, x) -> x`, with full parameters. It may close over arrays, which get
@@ -201,14 +201,14 @@ def fsdp_scan(
     stacked, params_tree = jax.tree.flatten(stacked_params)
     state, state_tree = jax.tree.flatten(as_arrays("x", x))
     count = _count_layers(stacked)
-    own = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
+    first = [lax.index_in_dim(x, 0, 0, keepdims=False) for x in stacked]
     dims = broadcast_dim(dim, stacked_params)
     ring = bind(axis, takes=OF_FSDP)
-    shards = bind_shards(own, dims, ring, scales_among(stacked_params))
+    shards = bind_shards(first, dims, ring, scales_among(stacked_params))
     check_own_leaves("stacked_params", stacked_params, ring, "a shard", OR_WHOLE, dims)
 
     def flat_layer(weights: Arrays, state: Arrays) -> Arrays:
-        params = told_blocks(params_tree.unflatten(own), params_tree.unflatten(weights))
+        params = told_blocks(params_tree.unflatten(first), params_tree.unflatten(weights))
         out = of_user(layer_fn, "layer_fn")(params, state_tree.unflatten(state))
         return _check_state(x, out)
 
@@ -244,17 +244,17 @@ def _run(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Arrays
 
 
 def _forward(layer: Layer, consts: Arrays, stacked: Arrays, state: Arrays) -> Any:
-    def step(given: Arrays, index: Index) -> tuple[Arrays, tuple[Arrays, Any]]:
-        weights, given = layer.gather(stacked, index, given)
-        out, kept = layer.keep(consts, weights, given)
-        return out, (given, kept)
+    def step(inputs: Arrays, index: Index) -> tuple[Arrays, tuple[Arrays, Any]]:
+        weights, inputs = layer.gather(stacked, index, inputs)
+        out, kept = layer.keep(consts, weights, inputs)
+        return out, (inputs, kept)
 
-    state, (given, kept) = lax.scan(step, state, jnp.arange(layer.count))
-    return state, (consts, stacked, given, kept)
+    state, (inputs, kept) = lax.scan(step, state, jnp.arange(layer.count))
+    return state, (consts, stacked, inputs, kept)
 
 
 def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
-    consts, stacked, given, kept = residuals
+    consts, stacked, inputs, kept = residuals
 
     def step(carry: Any, of_layer: Any) -> Any:
         cts, total = carry
@@ -264,12 +264,12 @@ def _backward(layer: Layer, residuals: Any, cts: Arrays) -> Any:
         return (cts, _add(total, of_consts)), layer.scatter(gradients, weights)
 
     total = [jnp.zeros_like(x, addition_dtype(x.dtype)) for x in floats_of(consts)]
-    layers = jnp.arange(layer.count), given, kept
+    layers = jnp.arange(layer.count), inputs, kept
     (cts, total), of_stacked = lax.scan(step, (floats_of(cts), total), layers, reverse=True)
     return (
         all_gradients(consts, total),
         all_gradients(stacked, of_stacked),
-        all_gradients([x[0] for x in given], cts),
+        all_gradients([x[0] for x in inputs], cts),
     )
 
 
@@ -297,13 +297,13 @@ def _count_layers(stacked: Arrays) -> int:
     return lengths.pop()[0]
 
 
-def _check_state(given: Any, out: Any) -> Arrays:
+def _check_state(state: Any, out: Any) -> Arrays:
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.asarray(x).dtype}{list(jnp.shape(x))}", tree)
 
-    if types(given) != types(out):
+    if types(state) != types(out):
         raise type_error(
-            f"layer_fn must return what the next layer is given: x is {types(given)}, "
+            f"layer_fn must return what the next layer is given: x is {types(state)}, "
             f"and it returned {types(out)}; return the same structure, shapes and dtypes"
         )
     return [jnp.asarray(x) for x in jax.tree.leaves(out)]

@@ -1,4 +1,4 @@
-"""Losses and gradients in `jax.shard_map` that equal those of one device."""
+"""Losses and gradients in `jax.shard_map` that equal those of a single device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def mean_value_and_grad(
         if apart.names:
             check_own_leaves("params", params, apart, "parameters", "leave that axis out of groups")
         sharded = sharded_axes("params", params, specs, apart.names)
-        # Each device differentiates its own copy of a replicated parameter. Otherwise JAX would
+        # Each device differentiates its copy of a replicated parameter. Otherwise JAX would
         # sum the gradient over devices in every microbatch.
         copies = vary_over(ring.names, params)
         batches = batch
@@ -202,11 +202,11 @@ def _accumulate(
         return vary_over(varying_axes(param), jnp.zeros(param.shape, addition_dtype(param.dtype)))
 
     def step(sums: Any, batch: Any) -> tuple[Any, tuple[Float[Array, ""], Num[Array, ""], Any]]:
-        found, grads = run(batch)
-        return jax.tree.map(jnp.add, sums, grads), found
+        outputs, grads = run(batch)
+        return jax.tree.map(jnp.add, sums, grads), outputs
 
-    grads, found = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
-    losses, weights, aux = found
+    grads, outputs = lax.scan(step, jax.tree.map(zero, params), batches, length=parts)
+    losses, weights, aux = outputs
     return (jnp.sum(losses), jnp.sum(weights, dtype=weights.dtype), aux), grads
 
 
@@ -276,10 +276,10 @@ def _check_scalars(loss_sum: Any, weight: Any) -> tuple[Float[Array, ""], Shaped
     return loss, weight
 
 
-def check_flag(argument: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise type_error(f"{argument} must be True or False, got {given!r}")
-    return given
+def check_flag(argument: str, flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        raise type_error(f"{argument} must be True or False, got {flag!r}")
+    return flag
 
 
 def check_parameters(argument: str, tree: Any, remedy: str) -> None:

@@ -87,10 +87,10 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, "Layer normalization" (2016).
     """
     eps = check_number("eps", eps)
-    given = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
-    x, given = as_array("x", x), {name: as_array(name, w) for name, w in given.items()}
-    features = _check(x, axis, **given)
-    return _recomputed(partial(_layer_norm, features, eps))(x, *given.values())
+    params = {"scale": scale} if bias is None else {"scale": scale, "bias": bias}
+    x, params = as_array("x", x), {name: as_array(name, w) for name, w in params.items()}
+    features = _check(x, axis, **params)
+    return _recomputed(partial(_layer_norm, features, eps))(x, *params.values())
 
 
 @dataclass(frozen=True)

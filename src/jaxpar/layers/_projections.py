@@ -235,14 +235,14 @@ def as_biases(argument: str, biases: Any, weights: tuple[str, ...]) -> tuple[Arr
     if biases is None:
         return (None,) * len(weights)
     if not isinstance(biases, tuple) or len(biases) != len(weights):
-        error, given = (
+        error, got = (
             (value_error, len(biases))
             if isinstance(biases, tuple)
             else (type_error, type(biases).__name__)
         )
         raise error(
             f"{argument} must be a tuple of {len(weights)}, an array or None for each "
-            f"of {', '.join(weights)}; got {given}"
+            f"of {', '.join(weights)}; got {got}"
         )
     pairs = zip(weights, biases, strict=True)
     return tuple(None if b is None else as_array(f"the bias of {name}", b) for name, b in pairs)

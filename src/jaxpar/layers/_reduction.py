@@ -183,12 +183,12 @@ def sharded_axes(
     typed = [set(varying_axes(leaf)) - apart for leaf in jax.tree.leaves(tree)]
     if specs is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        for path, found, given in zip(paths, typed, spec_axes(tree, specs), strict=True):
-            if found != given - apart:
+        for path, by_type, said in zip(paths, typed, spec_axes(tree, specs), strict=True):
+            if by_type != said - apart:
                 others = "" if groups is None else f"; name axes {OF_GROUPS}"
                 raise value_error(
-                    f"{argument}{keystr(path)} varies over {sorted(found)}, but its spec "
-                    f"shards it over {sorted(given)}; give the in_specs of the tree, or leave out "
+                    f"{argument}{keystr(path)} varies over {sorted(by_type)}, but its spec "
+                    f"shards it over {sorted(said)}; give the in_specs of the tree, or leave out "
                     f"specs=, which check_vma=True does not need{others}"
                 )
     return typed
@@ -218,7 +218,7 @@ def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
-    found: list[set[str]] = []
+    of_leaves: list[set[str]] = []
     bound = manual_axes()
 
     def add(spec: Any, part: Any) -> None:
@@ -231,7 +231,7 @@ def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
                 f"specs name {sorted(axes - set(bound))}, but the axes bound "
                 f"here are {list(bound)}; give the specs that shard_map got"
             )
-        found.extend(axes for _ in leaves)
+        of_leaves.extend(axes for _ in leaves)
 
     try:
         jax.tree.map(add, specs, tree, is_leaf=is_spec)
@@ -242,7 +242,7 @@ def spec_axes(tree: Any, specs: Any) -> list[set[str]]:
             f"specs are no pytree prefix of what they describe: {error}; give the specs that "
             "shard_map got"
         ) from None
-    return found
+    return of_leaves
 
 
 def _named(spec: PartitionSpec) -> set[str]:

@@ -1,7 +1,7 @@
 """Entry and exit of parallel regions: four collectives with exact derivatives.
 
 Derivatives are documented for `check_vma=True`. Under `check_vma=False`, each device's copy of a
-replicated value has its own gradient, and their sum is the documented one.
+replicated value has its own gradient, and their sum is the documented gradient.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def gather_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
 
 @public
 def scatter_region(x: Tree, axis: AxisLike, *, dim: Integer = -1) -> Tree:
-    """Cuts a replicated value into one block a device.
+    """Cuts a replicated value into a block a device.
 
     Args:
       x: pytree of local arrays, usually replicated over `axis`.
@@ -195,7 +195,7 @@ def _cut_fwd(
 def _cut_bwd(
     names: tuple[str, ...], dim: int, _: None, ct: Shaped[Array, "*block"]
 ) -> tuple[Shaped[Array, "*whole"]]:
-    # Without this rule, JAX would sum full arrays that are zero except for one block.
+    # Without this rule, JAX would sum full arrays that are zero except for a block.
     return (_joined(Ring(names, size=lax.axis_size(names)), dim, ct),)
 
 

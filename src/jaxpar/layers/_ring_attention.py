@@ -110,8 +110,8 @@ def ring_attention(
     flag: Any = causal
     if not isinstance(flag, bool):
         raise type_error(f"causal must be True or False, got {causal!r}")
-    given: Any = order
-    if given not in ("zigzag", "contiguous"):
+    name: Any = order
+    if name not in ("zigzag", "contiguous"):
         raise value_error(f"order must be 'zigzag' or 'contiguous', got {order!r}")
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     _check_shapes(q, k, v)
@@ -185,8 +185,8 @@ def _seen(window: Any, causal: bool, length: int) -> tuple[int | None, int | Non
     """Returns how far a query sees, None for all."""
     if window is None:
         return None, 0 if causal else None
-    given = window if isinstance(window, (tuple, list)) else (window, window)
-    sides = [None if side is None else check_whole("window", side) for side in given]
+    pair = window if isinstance(window, (tuple, list)) else (window, window)
+    sides = [None if side is None else check_whole("window", side) for side in pair]
     left, right = sides if len(sides) == 2 else (None, None)
     if left is None or right is None or min(left, right) < 0:
         raise value_error(
@@ -226,7 +226,7 @@ def _way(
 
 def _near(behind: int, ahead: int, *, zigzag: bool) -> tuple[tuple[int, ...], int]:
     """Returns directions of blocks, and how many hops."""
-    # A zigzag block has one chunk with neighbours behind, and one with neighbours ahead.
+    # A zigzag block has a chunk with neighbours behind, and a chunk with neighbours ahead.
     if zigzag or (behind and ahead):
         return (1, -1), max(behind, ahead)
     return ((-1,), ahead) if ahead else ((1,), behind)
@@ -271,20 +271,20 @@ def _positions(length: int, ring: Ring, zigzag: bool) -> Int32[Array, " {length}
 
 
 def _check_integers(
-    argument: str, given: Any, shape: tuple[int, ...], what: str
+    argument: str, numbers: Any, shape: tuple[int, ...], what: str
 ) -> Integers[Array, " ..."]:
-    x = as_integers(argument, given)
+    x = as_integers(argument, numbers)
     if x.shape != shape:
         raise value_error(f"{argument} has local shape {x.shape}, but must be {shape}, {what} of k")
     return x
 
 
 def _sinks(
-    given: Any, q: Float[Array, "*batch queries heads size"], k: Float[Array, "*shape groups size"]
+    values: Any, q: Float[Array, "*batch queries heads size"], k: Float[Array, "*shape groups size"]
 ) -> Float[Array, "groups repeats"] | None:
-    if given is None:
+    if values is None:
         return None
-    sinks, heads, kv_heads = as_array("sinks", given), q.shape[-2], k.shape[-2]
+    sinks, heads, kv_heads = as_array("sinks", values), q.shape[-2], k.shape[-2]
     if sinks.shape != (heads,):
         raise value_error(
             f"sinks have local shape {sinks.shape}, but must be ({heads},), one for each head of q "
@@ -296,15 +296,15 @@ def _sinks(
     return sinks.astype(sum_dtype(q.dtype)).reshape(kv_heads, heads // kv_heads)
 
 
-def _scale(given: Any, size: int) -> float:
-    if given is None:
+def _scale(number: Any, size: int) -> float:
+    if number is None:
         return size**-0.5
-    if isinstance(given, bool) or not isinstance(given, (int, float, np.number)):
+    if isinstance(number, bool) or not isinstance(number, (int, float, np.number)):
         raise type_error(
-            f"scale must be a number known while tracing, got {given!r} of type "
-            f"{type(given).__name__}; multiply q by one that depends on data, and pass scale=1.0"
+            f"scale must be a number known while tracing, got {number!r} of type "
+            f"{type(number).__name__}; multiply q by one that depends on data, and pass scale=1.0"
         )
-    return float(given)
+    return float(number)
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:

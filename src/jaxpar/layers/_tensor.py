@@ -77,8 +77,8 @@ def column_parallel_linear(
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
-    given: Any = w
-    if isinstance(given, list):
+    argument: Any = w
+    if isinstance(argument, list):
         raise type_error("w is a list; pass one array, or a tuple of weights")
     if isinstance(w, tuple):
         weights = {f"w[{i}]": weight for i, weight in enumerate(w)}
@@ -139,8 +139,8 @@ def row_parallel_linear(
     """
     options = (preferred_element_type, precision)
     layer = bind_projection(axis, sequence_dim, fsdp_axis, options)
-    (given,) = as_biases("bias", (bias,), ("w",))
-    return layer.rows(as_array("x", x), as_weights({"w": w}), given, fsdp_dim)
+    (checked,) = as_biases("bias", (bias,), ("w",))
+    return layer.rows(as_array("x", x), as_weights({"w": w}), checked, fsdp_dim)
 
 
 @public
@@ -171,7 +171,7 @@ def gated_mlp(
       biases: a tuple for gate, up and down: arrays as in the linear layers, or None.
       sequence_dim: as in `column_parallel_linear`.
       fsdp_axis: as in `column_parallel_linear`.
-      fsdp_dim: as in `column_parallel_linear`, or a pair: one for gate and up, one for down.
+      fsdp_dim: as in `column_parallel_linear`, or a pair: for gate and up, and for down.
       preferred_element_type: as in `all_gather_matmul`; activations are cast to w_down's dtype.
       precision: as in `jax.lax.dot_general`.
 
@@ -184,7 +184,7 @@ def gated_mlp(
       TypeError, ValueError: as in `column_parallel_linear` and `row_parallel_linear`.
 
     Cost: three matmuls, one gather of x, one reduce-scatter of the result. With `mode="auto"` and
-    asynchronous collectives, rows may run in two or four chunks, so that one chunk's transfers
+    asynchronous collectives, rows may run in two or four chunks, so that a chunk's transfers
     overlap with another's matmuls. Every chunk reads all weights. The derivative computes six
     matmuls, gathers x and the cotangent, and reduce-scatters x's gradient. Residuals are x
     (gathered, if `keep_gathered` says so), the hidden activations, and two products named

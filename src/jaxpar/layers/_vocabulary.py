@@ -95,8 +95,8 @@ def _lookup(
     rows: int, dtype: Any, places: Int[Array, "*tokens"], table: Num[Array, "{rows} d"]
 ) -> Num[Array, "*tokens d"]:
     """Returns `table`'s rows at `places`, zeros outside."""
-    found = (places >= 0) & (places < rows)
-    return jnp.where(found[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
+    inside = (places >= 0) & (places < rows)
+    return jnp.where(inside[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
 
 
 def _lookup_fwd(
@@ -133,7 +133,7 @@ def _sum_of_one_fwd(
 def _sum_of_one_bwd(
     names: tuple[str, ...], _: None, ct: Num[Array, "*tokens d"]
 ) -> tuple[Num[Array, "*tokens d"]]:
-    # Without types, the cotangents of all devices count, and each device has one term of the sum.
+    # Without types, the cotangents of all devices count, and each device has a term of the sum.
     return (vary_over(names, ct) if checks_varying(names) else reduce_region(ct, names),)
 
 

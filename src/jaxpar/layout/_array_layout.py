@@ -183,7 +183,7 @@ class ArrayLayout:
         return np.pad(part, padding) if any(map(any, padding)) else part
 
     def words(self, dtype: Any = None) -> ArrayLayout:
-        # Of `to_words`, which may have one dimension more.
+        # Of `to_words`, which may have a dimension more.
         word = words_of(self.dtype if dtype is None else dtype)
         whole = tuple(PaddedDim.evenly(size, 1) for size in word.shape)
         shape, blocks = (*self.shape, *word.shape), (*self.blocks, *whole)

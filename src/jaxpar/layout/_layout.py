@@ -293,7 +293,7 @@ class Layout(Mapping[str, ArrayLayout]):
 
         Args:
           x: a global array, under `jax.jit`.
-          path: matched by one rule of `results`.
+          path: matched by a rule of `results`.
 
         Raises:
           LayoutError: no rule or several match, or the rule does not fit.

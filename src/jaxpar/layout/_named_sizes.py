@@ -31,7 +31,7 @@ class NamedSizes:
                 self._sizes[name][key][size] += count
                 if len(names) > 1:
                     self._said[name][frozenset(names)].add(size)
-        # A rule has one vote, since all arrays of a wrong rule agree with each other.
+        # A rule has a vote, since all arrays of a wrong rule agree with each other.
         self._voted = {
             name: {key: counts.most_common(1)[0][0] for key, counts in by_key.items()}
             for name, by_key in self._sizes.items()

@@ -86,7 +86,7 @@ class TensorDims:
         key = weight.array.path, weight.given
         if key not in self._found:
             dim = self._dim(weight)
-            # A single entry is replicated, such as the one key of all heads.
+            # A single entry is replicated, such as the only key of all heads.
             single = isinstance(dim, int) and weight.shape[dim] == 1
             self._found[key] = None if single else self._parts.uncut(weight, dim)
         return self._found[key]

@@ -5,12 +5,12 @@
 #   rows             rows of any array
 #   copies           copies of rows in another order, such as the order of sending
 #   pairs            pairs of a row and an expert of this device that it chose
-#   k                choices of one token: experts, or devices
+#   k                choices of a token: experts, or devices
 #   experts (E)      the experts of all devices
 #   groups (e)       this device's experts; in grouped products, anything that has a weight
 #   d, f             features of tokens, hidden features of experts
 #   n                the devices of the ring
-#   *row, ...        the shape of one row, one number or more; any shape
+#   *row, ...        the shape of a row, one number or more; any shape
 
 from typing import TYPE_CHECKING
 

@@ -56,14 +56,14 @@ def expert_capacity(
     return ceil(as_factor("factor", factor, finite) * tokens * top_k / experts)
 
 
-def as_factor(argument: str, given: Any, finite: str) -> Fraction:
+def as_factor(argument: str, number: Any, finite: str) -> Fraction:
     """Returns a fraction; `finite` is the remedy for infinity."""
-    if not isinstance(given, Fraction):
-        check_number(argument, given, finite=finite)
-        return Fraction(str(given))
-    if given < 0:
-        raise value_error(f"{argument}={given} must be at least 0")
-    return given
+    if not isinstance(number, Fraction):
+        check_number(argument, number, finite=finite)
+        return Fraction(str(number))
+    if number < 0:
+        raise value_error(f"{argument}={number} must be at least 0")
+    return number
 
 
 @public
@@ -77,7 +77,7 @@ def limit_capacity(
       capacity: the most tokens that an expert keeps, static; see `expert_capacity`.
       policy: `"probability"` keeps the largest weights, NaN first, and the earlier of equal ones.
         `"choice"` keeps all tokens' first choices (column 0 of `routing.experts`) before any
-        second, and the earlier tokens of one column. `"position"` keeps the earliest tokens.
+        second, and the earlier tokens of a column. `"position"` keeps the earliest tokens.
 
     Returns:
       `routing` with fewer `kept`. The order is that of a device's own tokens, whatever the mesh.
@@ -142,15 +142,15 @@ def _largest(
     steps = -(-bits // 2)
 
     def fix_two_bits(
-        step: Int32[Array, ""], found: UInt[Array, " experts"]
+        step: Int32[Array, ""], fixed: UInt[Array, " experts"]
     ) -> UInt[Array, " experts"]:
         place = (2 * (steps - 1 - step)).astype(keys.dtype)
-        known = found
+        known = fixed
         for digits in (1, 2, 3):
             tried = known | (jnp.asarray(digits, keys.dtype) << place)
             reached = jnp.sum(keys >= tried[None, :], axis=0, dtype="int32") >= most
-            found = jnp.where(reached, tried, found)
-        return found
+            fixed = jnp.where(reached, tried, fixed)
+        return fixed
 
     zeros = zeros_alike(keys.shape[1:], keys.dtype, keys)
     smallest = control_flow.fori_loop(jnp.int32(0), jnp.int32(steps), fix_two_bits, zeros)
@@ -188,7 +188,7 @@ class Bounds:
     experts: int  # real ones, without padding
     local: int  # experts of a device, padding included
     top_k: int
-    capacity: int | None  # tokens of one device that an expert takes at most; None: all
+    capacity: int | None  # tokens of a device that an expert takes at most; None: all
     buffer_factor: float | None  # buffers hold this multiple of the average; None: the worst case
 
     def rows(self, tokens: int) -> int:

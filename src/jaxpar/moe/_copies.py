@@ -44,7 +44,7 @@ def copies_by_key(
         flat[:, None] == jnp.arange(keys_count, dtype="int32")[None, :], axis=0, dtype="int32"
     )
     flat, entries = vary_alike((), flat, jnp.arange(count, dtype="int32"))
-    # The second sort inverts the permutation. A scatter would write one entry after the other.
+    # The second sort inverts the permutation. A scatter would write an entry after the other.
     flat, order = lax.sort((flat, entries), num_keys=1, is_stable=True)
     _, places = lax.sort((order, entries), num_keys=1)
     used = jnp.sum(sizes, dtype="int32")
@@ -107,7 +107,7 @@ def where_rows(
 @dataclass(frozen=True)
 class EmptyRows:
     fill: bool  # copying rows makes them 0
-    blank: bool  # the last one is 0 when copies are summed
+    blank: bool  # the last row is 0 when copies are summed
     derived_by_jax: ClassVar[bool] = False
 
 

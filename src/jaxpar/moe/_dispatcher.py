@@ -1,4 +1,4 @@
-"""`RaggedDispatcher`: dispatch to given devices, and combine."""
+"""`RaggedDispatcher`: dispatch to devices, and combine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RaggedDispatcher:
     _devices: Leaf  # int32[tokens, k]: the device of each entry, n for none
     _sizes: Leaf  # int32[n, n]: rows from each device to each
     _ring: Ring
-    _shape: tuple[int, ...]  # of the given ids
+    _shape: tuple[int, ...]  # of the ids
 
     @classmethod
     @public
@@ -174,7 +174,7 @@ class RaggedDispatcher:
           ValueError: `capacity` is negative, or an array has another number of rows.
 
         Cost: a row goes once to each of its devices, and its cotangent back. Small arrays share one
-        exchange; each large one has its own. Memory: a send buffer of at most `t min(k, n)` rows,
+        exchange; each large array has its own. Memory: a send buffer of at most `t min(k, n)` rows,
         and the receive buffer.
 
         Example:

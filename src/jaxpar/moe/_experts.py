@@ -1,4 +1,4 @@
-"""Experts: MLPs of equal shape, each for its own rows, in full buffers or in blocks.
+"""Experts: MLPs of equal shape, each for its rows, in full buffers or in blocks.
 
 Lowering chooses. Full buffers suit a kernel for grouped products. Blocks recompute hidden rows for
 gradients, so that no array is as long as the buffer and as wide as the hidden layer.
@@ -201,10 +201,10 @@ def forward_blocks(
     def one_group(
         out: Num[Array, "rows d"], group: Int[Array, ""], fold: Callable[..., Array]
     ) -> Num[Array, "rows d"]:
-        own = of_group(experts, group)
+        expert = of_group(experts, group)
 
         def step(out: Num[Array, "rows d"], block: Block) -> Num[Array, "rows d"]:
-            cut = Operands(block.cut(x), own, None if weights is None else block.cut(weights))
+            cut = Operands(block.cut(x), expert, None if weights is None else block.cut(weights))
             part, _ = mlp.forward(BlockProducts(mlp, block), cut)
             return block.place(out, part)
 
@@ -225,7 +225,7 @@ def gradients_blocks(
     x, experts, weights = operands
 
     def one_group(grads: Operands, group: Int[Array, ""], fold: Callable[..., Any]) -> Operands:
-        own, totals = of_group(experts, group), Totals(group)
+        expert, totals = of_group(experts, group), Totals(group)
 
         def step(state: Any, block: Block) -> Any:
             placed, sums = state
@@ -233,7 +233,7 @@ def gradients_blocks(
             # add to this group's gradients.
             cut = Operands(
                 block.masked(x),
-                own,
+                expert,
                 None if weights is None else block.masked(weights[:, None])[:, 0],
             )
             on = BlockProducts(mlp, block)
@@ -255,10 +255,10 @@ def gradients_blocks(
 
 
 def of_group(experts: Experts, group: Int[Array, ""]) -> Experts:
-    own: Experts = jax.tree.map(
+    expert: Experts = jax.tree.map(
         lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), experts
     )
-    return own
+    return expert
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -277,7 +277,7 @@ def expert_mlp(
         out = forward_blocks(mlp, lengths, operands, group_sizes)
         if mlp.kernels.implementation == "blocks":
             return out, (None, None)
-        # Zeros are not read here, but the branches of all platforms return one type.
+        # Zeros are not read here, but the branches of all platforms return the same type.
         shape = len(operands.x), operands.experts.up.shape[2]
         zeros = zeros_alike(shape, mlp.dtype, operands, group_sizes)
         return out, (zeros, None if operands.experts.gate is None else zeros)
@@ -293,9 +293,9 @@ def _mlp_gradients(
     projected: Projected,
     ct: Num[Array, "rows d"],
 ) -> Operands:
-    given = operands, group_sizes, projected, ct
+    args = operands, group_sizes, projected, ct
     whole, blocks = partial(gradients_whole, mlp), partial(gradients_blocks, mlp)
-    return mlp.kernels.choose(len(operands.x), whole, whole, blocks, *given)
+    return mlp.kernels.choose(len(operands.x), whole, whole, blocks, *args)
 
 
 def _mlp_fwd(mlp: Mlp, operands: Operands, group_sizes: Int32[Array, " groups"]) -> Any:
@@ -307,8 +307,8 @@ def _mlp_bwd(mlp: Mlp, residuals: Any, cts: Any) -> Any:
     return _mlp_gradients(mlp, *residuals, cts[0]), None
 
 
-def _gradients_fwd(mlp: Mlp, *given: Any) -> Any:
-    return _mlp_gradients(mlp, *given), given
+def _gradients_fwd(mlp: Mlp, *args: Any) -> Any:
+    return _mlp_gradients(mlp, *args), args
 
 
 def _gradients_bwd(mlp: Mlp, residuals: Any, cts: Operands) -> Any:

@@ -114,7 +114,7 @@ def block_dot(
     preferred: Any,
     precision: Any,
 ) -> Num[Array, "_ _"]:
-    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be the wider one
+    dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider
     sums = sum_dtype(dtype) if preferred is None else preferred
     if left.shape[dims[0]] < 32:
         dtype = common_dtype(dtype, sums)  # CPUs may lack such small dots of narrow operands

@@ -108,7 +108,7 @@ class Kernels:
         if self.implementation == "ragged_dot":
             branches = {"tpu": kernel, "default": masked}
 
-        # Under vmap, one batch after the other. Batched loops would all run as long as the longest,
+        # Under vmap, a batch after the other. Batched loops would all run as long as the longest,
         # and ragged dots have no rule for some batches.
         @sequential_vmap
         def chosen(*operands: Any) -> Any:
@@ -136,7 +136,7 @@ class GroupedProduct:
         rhs: Num[Array, " ..."],  # [groups, _, _], or [rows, out]
         group_sizes: Int32[Array, " groups"],
     ) -> Num[Array, " ..."]:
-        common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be the wider one
+        common = common_dtype(lhs.dtype, rhs.dtype)  # a cotangent may be wider
         return lax.ragged_dot_general(
             lhs.astype(common),
             rhs.astype(common),
@@ -299,8 +299,8 @@ def bind_kernels(implementation: Any, precision: Any) -> Kernels:
     return Kernels(implementation, precision)
 
 
-def bind_preferred(given: Any, operands: Any) -> Any:
-    preferred = as_dtype("preferred_element_type", given)
+def bind_preferred(dtype: Any, operands: Any) -> Any:
+    preferred = as_dtype("preferred_element_type", dtype)
     if preferred is not None:
         check_holds("preferred_element_type", preferred, operands, "products")
     return preferred

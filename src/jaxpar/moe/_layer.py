@@ -88,7 +88,7 @@ def moe_layer(
         `"all_gather"` sends all tokens to all devices, and sums results by a reduce-scatter.
         `"auto"` takes the one predicted to be faster: `"all_gather"` if a token goes to nearly all
         devices, or, on TPUs with a 2-dimensional torus, to about 4 or more.
-      chunks: pieces of the tokens. Each is sent while experts compute the previous one.
+      chunks: pieces of the tokens. Each is sent while experts compute the previous piece.
       capacity: the `capacity` that you gave to `limit_capacity`, if any; it makes buffers smaller.
       buffer_factor: the size of receive buffers, in multiples of a balanced load. Pairs of token
         and expert that do not fit are lost, and counted in `Statistics.overflow`. With None nothing
@@ -185,9 +185,9 @@ def moe_layer(
         if axes.tensor is not None:
             routed = bias_once(axes.tensor, routed)
         summed = replicated.names if replicated else ()
-        sent, given = vary_over(summed, (rows, weights))  # once here, not again on arrival
+        sent, factors = vary_over(summed, (rows, weights))  # once here, not again on arrival
         with jax.named_scope(way.name):
-            out, pairs = way.apply((sent, chosen, given), routed, chunks)
+            out, pairs = way.apply((sent, chosen, factors), routed, chunks)
         if replicated is not None:
             wide = replicated.wire(out.dtype)
             out = lax.psum(out.astype(wide), summed).astype(out.dtype)
@@ -224,10 +224,10 @@ class LayerOptions(TypedDict, total=False):
 
 def _showing_options(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Makes `help` show `moe_layer`'s options."""
-    own, handed_on = signature(function), signature(moe_layer).parameters
-    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown, handed_on = signature(function), signature(moe_layer).parameters
+    named = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [handed_on[name] for name in LayerOptions.__annotations__]
-    function.__dict__["__signature__"] = own.replace(parameters=[*named, *more])
+    function.__dict__["__signature__"] = shown.replace(parameters=[*named, *more])
     return function
 
 

@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
 
 
 class InSlots(NamedTuple):
-    """Rows and their slots, each for one local expert's row."""
+    """Rows and their slots, each for a local expert's row."""
 
     rows: Float[Array, "rows d"]
     weights: Float[Array, "rows k"]
@@ -52,7 +52,7 @@ class InSlots(NamedTuple):
         return self.plan.sizes
 
 
-_BLANK = 16  # rows behind the pairs, one TPU tile, whose results are 0
+_BLANK = 16  # rows behind the pairs, a TPU tile, whose results are 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LocalExperts:
         if slots := self._slots(experts, rows, pairs, average):
             plan = plan_slots(chosen - first, len(experts.up), slots, pairs)
             return InSlots(rows, weights, plan)
-        # Choices are sorted, each with one key. A copy of choice c is a copy of row c // k. Empty
+        # Choices are sorted, each with a key. A copy of choice c is a copy of row c // k. Empty
         # copies stay empty.
         keys = (chosen - first).reshape(-1, 1)
         choices, sizes = copies_by_key(keys, len(experts.up), pairs, _BLANK)

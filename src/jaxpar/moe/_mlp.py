@@ -87,8 +87,8 @@ def as_experts(given: ExpertsLike) -> Experts:
     return Experts(**given)
 
 
-def expert_arrays(given: ExpertsLike, kind: str = "experts") -> Experts:
-    weights = present(as_experts(given))
+def expert_arrays(experts: ExpertsLike, kind: str = "experts") -> Experts:
+    weights = present(as_experts(experts))
     return Experts(**{name: as_array(f"{kind}.{name}", w) for name, w in weights.items()})
 
 
@@ -101,7 +101,7 @@ class Operands(NamedTuple):
     """The MLP's differentiable inputs. `weights` scale rows of the result."""
 
     x: Num[Array, "rows d"]
-    experts: Experts  # in a block one expert's, without the first dimension
+    experts: Experts  # in a block an expert's, without the first dimension
     weights: Float[Array, " rows"] | None
 
 

@@ -60,14 +60,14 @@ else:
     globals().update(open_types(__name__))
 
 
-def as_routing(given: Any, tokens: Array | None = None) -> Routing:
+def as_routing(routing: Any, tokens: Array | None = None) -> Routing:
     """Returns int32 experts, and arrays that fit each other and the tokens."""
-    if not isinstance(given, Routing):
+    if not isinstance(routing, Routing):
         raise type_error(
-            f"routing must be a Routing, got {type(given).__name__}; make one by route, or call "
+            f"routing must be a Routing, got {type(routing).__name__}; make one by route, or call "
             "routed_moe_layer, which routes by a matrix"
         )
-    fields = given._asdict().items()
+    fields = routing._asdict().items()
     arrays: Any = [None if x is None else as_array(f"routing.{name}", x) for name, x in fields]
     routing = Routing(*arrays)
     rows = routing.experts.shape[:1] if tokens is None else (prod(tokens.shape[:-1]),)
@@ -253,8 +253,8 @@ def _largest_of(x: Float[Array, "*groups size"], count: int) -> Float[Array, "{c
     return jnp.stack(largest)
 
 
-def as_bias(argument: str, given: Values, experts: int) -> Float[Array, " {experts}"]:
-    bias = _floats(argument, given)
+def as_bias(argument: str, bias: Values, experts: int) -> Float[Array, " {experts}"]:
+    bias = _floats(argument, bias)
     if bias.shape != (experts,):
         raise value_error(
             f"{argument} has local shape {bias.shape}, but needs one entry for each of the "
@@ -263,15 +263,15 @@ def as_bias(argument: str, given: Values, experts: int) -> Float[Array, " {exper
     return bias
 
 
-def _floats(argument: str, given: Values) -> Float[Array, "..."]:
-    x = as_array(argument, given)
+def _floats(argument: str, x: Values) -> Float[Array, "..."]:
+    x = as_array(argument, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise type_error(f"{argument} must be floats, got {x.dtype}; cast it")
     return x
 
 
-def as_mask(given: Values, shape: tuple[int, ...], of: str) -> Bool[Array, "*shape"]:
-    mask = as_array("mask", given)
+def as_mask(mask: Values, shape: tuple[int, ...], of: str) -> Bool[Array, "*shape"]:
+    mask = as_array("mask", mask)
     if mask.dtype != bool:
         raise type_error(f"mask must be bool, got {mask.dtype}{list(mask.shape)}; compare it first")
     if mask.shape != shape:

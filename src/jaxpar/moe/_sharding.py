@@ -109,11 +109,11 @@ def check_rows(tokens: Array) -> None:
 
 
 def as_router(
-    argument: str, given: Any, tokens: Array, columns: int | None = None
+    argument: str, router: Any, tokens: Array, columns: int | None = None
 ) -> Float[Array, "d columns"]:
-    """Returns a matrix of so many columns; None: one for each expert."""
+    """Returns a matrix of so many columns; None: a column for each expert."""
     check_rows(tokens)
-    w, d = as_array(argument, given), tokens.shape[-1]
+    w, d = as_array(argument, router), tokens.shape[-1]
     if w.ndim != 2 or w.shape[0] != d or w.shape[1] != (columns or w.shape[1] or 1):
         of = "a column for each expert of all devices" if columns is None else "one column"
         raise value_error(
@@ -247,13 +247,13 @@ def pad_experts(experts: ExpertsLike, shards: Integer) -> Experts:
       >>> pad_experts(experts, 4).up[:, 0, 0].tolist()
       [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]
     """
-    given = as_experts(experts)
-    experts = expert_arrays(given)
+    unpadded = as_experts(experts)
+    experts = expert_arrays(unpadded)
     check_shapes(experts)
     shards = check_whole("shards", shards, 1)
     count = len(experts.up)
     blocks = PaddedDim.at_the_end(count, shards, -(-count // shards))
     if blocks.padded == count:
-        return given
+        return unpadded
     padded: Experts = jax.tree.map(lambda w: blocks.pad(w, 0), experts)
     return padded

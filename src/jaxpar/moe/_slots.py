@@ -113,7 +113,7 @@ class SlotProducts:
         return x.reshape(self.groups, -1, x.shape[1])
 
     def _dot(self, left: Num[Array, "_ _ _"], right: Num[Array, "_ _ _"], dims: Any) -> Array:
-        dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be the wider one
+        dtype = common_dtype(left.dtype, right.dtype)  # a cotangent may be wider
         sums = sum_dtype(dtype) if self.mlp.preferred is None else self.mlp.preferred
         return lax.dot_general(
             left.astype(dtype),
@@ -168,7 +168,7 @@ def _gradients(
     copies = _copies(plan)
     cut = _cut(inputs, plan)
     d: Any = how.mlp.gradients(_products(how, plan), cut, projected, take_rows(ct, copies.source))
-    # A choice is in one slot at most.
+    # A choice is in a single slot at most.
     d_weights = take_rows(d.weights, plan.places.reshape(-1)).reshape(plan.places.shape)
     grads = Inputs(collect(copies, d.x), d.experts, d_weights)
     return _gradients_rest(how, inputs, plan, grads, ct)
@@ -188,7 +188,7 @@ class _Rest:
         return until[group]
 
     def cut(
-        self, inputs: Inputs, own: Experts, block: Block, shift: Int32[Array, ""]
+        self, inputs: Inputs, expert: Experts, block: Block, shift: Int32[Array, ""]
     ) -> tuple[Operands, Int32[Array, " length"], Int32[Array, " length"]]:
         """Returns a block's inputs, choices and rows; past-the-end for none."""
         x, _, weights = inputs
@@ -196,7 +196,7 @@ class _Rest:
         choices = take_rows(self.plan.order, number, None)
         choices = jnp.where(block.inside[:, 0], choices, weights.size)
         rows = choices // weights.shape[1]
-        cut = Operands(take_rows(x, rows), own, take_rows(weights.reshape(-1), choices))
+        cut = Operands(take_rows(x, rows), expert, take_rows(weights.reshape(-1), choices))
         return cut, choices, rows
 
 
@@ -208,10 +208,10 @@ def _forward_rest(
     def one_group(
         out: Float[Array, "tokens d"], group: Int[Array, ""], fold: Callable[..., Array]
     ) -> Float[Array, "tokens d"]:
-        own, shift = of_group(inputs.experts, group), rest.shift(group)
+        expert, shift = of_group(inputs.experts, group), rest.shift(group)
 
         def step(out: Float[Array, "tokens d"], block: Block) -> Float[Array, "tokens d"]:
-            cut, _, rows = rest.cut(inputs, own, block, shift)
+            cut, _, rows = rest.cut(inputs, expert, block, shift)
             part, _ = how.mlp.forward(BlockProducts(how.mlp, block), cut)
             return out.at[rows].add(part.astype(out.dtype), mode="drop")
 
@@ -227,11 +227,11 @@ def _gradients_rest(
     rest = _Rest(plan, how.slots)
 
     def one_group(grads: Inputs, group: Int[Array, ""], fold: Callable[..., Any]) -> Inputs:
-        own, totals, shift = of_group(inputs.experts, group), Totals(group), rest.shift(group)
+        expert, totals, shift = of_group(inputs.experts, group), Totals(group), rest.shift(group)
 
         def step(state: Any, block: Block) -> Any:
             (d_x, d_weights), sums = state
-            cut, choices, rows = rest.cut(inputs, own, block, shift)
+            cut, choices, rows = rest.cut(inputs, expert, block, shift)
             on = BlockProducts(how.mlp, block)
             _, projected = how.mlp.forward(on, cut)
             d = how.mlp.gradients(on, cut, projected, take_rows(ct, rows))
@@ -257,8 +257,8 @@ def _apply_bwd(how: SlotMlp, residuals: Any, cts: Any) -> Any:
     return _gradients(how, *residuals, cts[0]), None
 
 
-def _gradients_fwd(how: SlotMlp, *given: Any) -> Any:
-    return _gradients(how, *given), given
+def _gradients_fwd(how: SlotMlp, *args: Any) -> Any:
+    return _gradients(how, *args), args
 
 
 def _gradients_bwd(how: SlotMlp, residuals: Any, cts: Inputs) -> Any:

@@ -195,7 +195,7 @@ def router_z_loss(
 
 
 def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array, " ..."], ...]:
-    """Sums parts of one dtype in one psum."""
+    """Sums parts of a dtype in a psum."""
     if not axes:
         return parts
     whole = jnp.concatenate([part.reshape(-1) for part in vary_alike(axes, *parts)])
@@ -208,9 +208,9 @@ def _sums(axes: tuple[str, ...], *parts: Num[Array, " ..."]) -> tuple[Num[Array,
 def _counted(routing: Routing, mask: Values | None) -> Bool[Array, " tokens"]:
     """Returns tokens that have an expert, not masked."""
     counted = jnp.any(routing.experts >= 0, axis=1)
-    for given in (routing.mask, mask):
-        if given is not None:
-            counted = counted & as_mask(given, counted.shape, "tokens")
+    for flags in (routing.mask, mask):
+        if flags is not None:
+            counted = counted & as_mask(flags, counted.shape, "tokens")
     return counted
 
 

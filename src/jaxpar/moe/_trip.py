@@ -1,6 +1,6 @@
 """Rows sent to other devices, and results sent back and summed: each the other's derivative.
 
-A carrier is an exchanged array with the rows of several leaves. Small leaves join the largest one's
+A carrier is an exchanged array with the rows of several leaves. Small leaves join the largest's
 carrier as unsigned integers, which preserve bits of NaN, or share another if it is very large.
 """
 
@@ -28,7 +28,7 @@ _TILE = 8 * 128  # elements of a TPU register
 _LANES_OF_PAIRS = 2 * 128  # numbers of 16 bits lie in pairs
 _WIDE = 8 * _LANES_OF_PAIRS  # rows of so many words or more are padded to whole pairs
 _LARGE = 2**23  # bytes; passes over more take longer than the start of an exchange
-_SMALL = 8  # an array of at most 1/8 of the largest one's bytes joins its carrier
+_SMALL = 8  # an array of at most 1/8 of the largest's bytes joins its carrier
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def pack(
         word = flat[0].dtype.itemsize
         if len(flat) == 1 and word > 1:
             return _in_blocks(flat[0])
-        # Floats of one byte travel as bits too, because not every compiler sends them.
+        # Floats of a byte travel as bits too, because not every compiler sends them.
         parts = [_as_words(x, word) for x in flat]
         width = sum(part.shape[1] for part in parts)
         if width >= _WIDE and width % _LANES_OF_PAIRS:

@@ -46,14 +46,14 @@ def value_and_grad(
     All devices run the same program, so functions may use collectives over other axes than `axis`.
 
     Args:
-      stage_fn: `(layers, x, microbatch) -> x` of one stage, whose leaves of `layers` are
+      stage_fn: `(layers, x, microbatch) -> x` of a stage, whose leaves of `layers` are
         `[layers of a stage, ...]`, such as for `jax.lax.scan`. The pytree x keeps its structure,
         shapes and dtypes, which are floats. To recompute activations, wrap the stage in
         `jax.checkpoint`. Values that functions close over, such as masks, get no gradient.
       first_fn: `(shared, microbatch) -> x`, what enters the first stage, such as embeddings. All
         devices run it, batched over microbatches; what device 0 computes enters.
       last_fn: `(shared, x, microbatch) -> (loss_sum, weight)`, local scalars of this device's part
-        of x, as in `mean_loss`. It may use collectives over `axis`, but must sum neither one.
+        of x, as in `mean_loss`. It may use collectives over `axis`, but must sum neither.
         A scalar in x arrives divided by the devices of `axis`: let only sums of losses be scalars.
       schedule: such as `interleaved_1f1b(devices, microbatches, virtual_stages)`.
       axis: the mesh axis of the pipeline.
@@ -67,7 +67,7 @@ def value_and_grad(
 
     Returns:
       `fn(layers, shared, batch) -> (loss, (d_layers, d_shared))`. Leaves of `layers` are local
-      `[layers of the device, ...]`, one stage after the other: device i has stages i, i + devices,
+      `[layers of the device, ...]`, stage after stage: device i has stages i, i + devices,
       and so on. Those of `shared` are replicated over `axis`, or sharded. Dimension 0 of every
       batch leaf is cut into microbatches; what `first_fn` reads is replicated over `axis`. The loss
       and the gradients are those of `mean_value_and_grad`. With `has_aux`, `((loss, (of_stages,
@@ -111,8 +111,8 @@ def value_and_grad(
     """
     functions = stage_fn, first_fn, last_fn
 
-    def gradients(given: _Given, layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-        how = given.pipeline(functions, schedule, last_dim, has_aux)
+    def gradients(call: _Given, layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
+        how = call.pipeline(functions, schedule, last_dim, has_aux)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
             layers, shared = params
@@ -121,9 +121,9 @@ def value_and_grad(
             loss, weight, aux = sums
             return (loss, weight), aux
 
-        fn: Any = mean_value_and_grad(loss_fn, given.over, specs=given.specs, has_aux=True)
+        fn: Any = mean_value_and_grad(loss_fn, call.over, specs=call.specs, has_aux=True)
         (loss, aux), grads = fn((layers, shared), batch)
-        aux = jax.tree.map(lambda x: x[0], aux)  # of all microbatches, in one of `fn`
+        aux = jax.tree.map(lambda x: x[0], aux)  # of all microbatches, in a microbatch of `fn`
         return ((loss, aux) if has_aux else loss), grads
 
     return _callable("value_and_grad", gradients, schedule, axis, batch_axes, specs)
@@ -182,11 +182,11 @@ def value(
     """
     functions = stage_fn, first_fn, last_fn
 
-    def mean(given: _Given, layers: Any, shared: Any, batch: Any) -> Any:
-        how = given.pipeline(functions, schedule, last_dim, has_aux)
-        layers, shared = vary_over(given.over.names, (layers, shared))  # as of `value_and_grad`
+    def mean(call: _Given, layers: Any, shared: Any, batch: Any) -> Any:
+        how = call.pipeline(functions, schedule, last_dim, has_aux)
+        layers, shared = vary_over(call.over.names, (layers, shared))  # as of `value_and_grad`
         loss, weight, aux = evaluated(how, _stages(schedule, layers), shared, batch)
-        loss = mean_loss(loss, weight, given.over)
+        loss = mean_loss(loss, weight, call.over)
         return (loss, aux) if has_aux else loss
 
     return _callable("value", mean, schedule, axis, batch_axes, specs)
@@ -194,7 +194,7 @@ def value(
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What a call was given beside arrays.
+    """What a call gets beside arrays.
 
     Attributes:
       params: as the user has them, which functions must not close over.

@@ -3,8 +3,8 @@
 A model is cut into `devices * virtual_stages` stages. Stage `s` is on device `s % devices`.
 
 In each trip, a device computes at most one forward pass and then one backward pass, of different
-microbatches. The result of one pass is sent during the other, and is used in the next trip. So a
-microbatch takes one trip for each stage. Its loss is computed in the trip after the last stage, by
+microbatches. The result of a pass is sent during the other, and is used in the next trip. So a
+microbatch takes a trip for each stage. Its loss is computed in the trip after the last stage, by
 all devices. Three devices with two stages each, and three microbatches:
 
     trip        0   1   2   3   4   5   6   7 ...
@@ -26,7 +26,7 @@ from jaxpar.axis.checks import check_whole
 
 
 class Pass(NamedTuple):
-    """A forward or a backward pass of one microbatch through one stage.
+    """A forward or a backward pass of a microbatch through a stage.
 
     Example:
       >>> Pass(stage=3, microbatch=0)
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 
 
 class PipelineTrip(NamedTuple):
-    """What a device computes in one trip: two passes, each of which may be None.
+    """What a device computes in a trip: two passes, each of which may be None.
 
     Example:
       >>> PipelineTrip(Pass(0, 1), None).forward.microbatch
@@ -110,7 +110,7 @@ class PipelineSchedule:
                 "PipelineSchedule: starts and ends must have a trip for each microbatch, counted "
                 f"from 0, got {self.starts} and {self.ends}"
             )
-        found: dict[tuple[int, int, int], Pass] = {}  # by device, trip, and half
+        passes: dict[tuple[int, int, int], Pass] = {}  # by device, trip, and half
         for number, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             if end <= start + 2 * self.stages - 1:
                 text = _text("B", Pass(self.stages - 1, number))
@@ -121,16 +121,16 @@ class PipelineSchedule:
             for stage in range(self.stages):
                 device, unit = stage % self.devices, Pass(stage, number)
                 for half, trip in enumerate((start + stage, end - stage)):
-                    other = found.setdefault((device, trip, half), unit)
+                    other = passes.setdefault((device, trip, half), unit)
                     if other != unit:
-                        both = " and ".join(_text("FB"[half], one) for one in (other, unit))
+                        both = " and ".join(_text("FB"[half], each) for each in (other, unit))
                         raise ValueError(
                             f"PipelineSchedule: device {device} has {both} in trip {trip}; start "
                             "or end one of their microbatches in another trip"
                         )
 
         def of(device: int, trip: int) -> PipelineTrip:
-            return PipelineTrip(found.get((device, trip, 0)), found.get((device, trip, 1)))
+            return PipelineTrip(passes.get((device, trip, 0)), passes.get((device, trip, 1)))
 
         trips = range(max(self.ends) + 1)
         return [[of(device, trip) for trip in trips] for device in range(self.devices)]
@@ -158,7 +158,7 @@ class PipelineSchedule:
             )
 
     def __str__(self) -> str:
-        cells = [[" ".join(filter(None, _cells(trip))) for trip in own] for own in self.trips()]
+        cells = [[" ".join(filter(None, _cells(trip))) for trip in trips] for trips in self.trips()]
         width = max(len(cell) for row in cells for cell in row)
         lines = [
             f"device {device}  " + " ".join(cell.ljust(width) for cell in row).rstrip()
@@ -171,7 +171,7 @@ class PipelineSchedule:
 def interleaved_1f1b(
     devices: Integer, microbatches: Integer, virtual_stages: Integer = 1
 ) -> PipelineSchedule:
-    """Returns the schedule of forward passes, then one forward and one backward pass in turn.
+    """Returns the schedule of forward passes, then a forward and a backward pass in turn.
 
     Args:
       devices: the size of the pipeline's axis.
@@ -206,7 +206,7 @@ def interleaved_1f1b(
 
 @public
 def one_f_one_b(devices: Integer, microbatches: Integer) -> PipelineSchedule:
-    """Returns `interleaved_1f1b` with one stage on each device.
+    """Returns `interleaved_1f1b` with a stage on each device.
 
     Example:
       >>> one_f_one_b(4, 16).peak_activations()
@@ -235,10 +235,10 @@ def gpipe(devices: Integer, microbatches: Integer) -> PipelineSchedule:
 
 
 def _most_alive(trips: Sequence[PipelineTrip]) -> int:
-    """Returns the most passes at one time whose backward passes have not run yet."""
+    """Returns the most passes at a time whose backward passes have not run yet."""
     made = accumulate(trip.forward is not None for trip in trips)
     used = accumulate(trip.backward is not None for trip in trips)
-    return max(own - done for own, done in zip(made, (0, *used), strict=False))
+    return max(ran - done for ran, done in zip(made, (0, *used), strict=False))
 
 
 def _cells(trip: PipelineTrip) -> list[str]:

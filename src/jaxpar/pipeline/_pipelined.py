@@ -36,8 +36,8 @@ def written(tree: Any, new: Any, index: Any) -> Any:
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), tree, new)
 
 
-def chosen(condition: Any, one: Any, other: Any) -> Any:
-    return jax.tree.map(partial(jnp.where, condition), one, other)
+def chosen(condition: Any, this: Any, other: Any) -> Any:
+    return jax.tree.map(partial(jnp.where, condition), this, other)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,11 @@ class Pipeline:
         # sends its own result, and uses what comes from the last stage.
         size = self.ring.size
         from_last = (index - (size - 1)) % size  # the last stage is on the last device
-        found = _part(y, index, size, self.last_dim)
+        received = _part(y, index, size, self.last_dim)
         for distance in range(1, size):
             part = _part(y, (index + distance) % size, size, self.last_dim)
-            found = chosen(from_last == distance, self.ring.shift(part, distance), found)
-        return found
+            received = chosen(from_last == distance, self.ring.shift(part, distance), received)
+        return received
 
     def collected(self, whole: Any, part: Any, index: Any) -> Any:
         """Returns the parts of all devices to that of the last stage, in place of `whole`."""
@@ -174,10 +174,10 @@ def _run(
 ) -> tuple[PipelineRun, Callable[[Any], Any]]:
     """Returns the trips, and a cast to the type of a stage's result."""
     params, x = at(stages, 0), jax.tree.map(jnp.zeros_like, at(entering, 0))
-    one = vary_over(how.ring.names, at(batch, 0))  # as in a trip, where devices have different ones
+    first = vary_over(how.ring.names, at(batch, 0))  # as in a trip, where devices differ
     while True:
-        kept = residuals_of(how.stage, how.ring, how.params, params, x, one, pulls=pulls)
-        y, _, leaves = kept.forward(params, x, one)  # for their types
+        kept = residuals_of(how.stage, how.ring, how.params, params, x, first, pulls=pulls)
+        y, _, leaves = kept.forward(params, x, first)  # for their types
         wider = jax.tree.map(lambda x, y: vary_over(varying_axes(y), x), x, y)
         if jax.tree.map(varying_axes, wider) == jax.tree.map(varying_axes, x):
             break
@@ -193,7 +193,7 @@ def added(sums: Any, more: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
-    """The trips of a pipeline on one device.
+    """The trips of a pipeline on a device.
 
     Attributes:
       zero: of the type of a stage's result.
@@ -259,8 +259,8 @@ class PipelineRun:
     def _by_layer(self, beside: list[Any]) -> Any:
         """Returns what stages returned in each trip, as `[microbatches, layers, ...]`."""
         schedule = self.how.schedule
-        own = np.arange(schedule.virtual_stages) * schedule.devices  # the stages of device 0
-        trips = np.add.outer(schedule.starts, own).astype(np.int32) + self.index
+        stages = np.arange(schedule.virtual_stages) * schedule.devices  # the stages of device 0
+        trips = np.add.outer(schedule.starts, stages).astype(np.int32) + self.index
 
         def taken(*stretches: Any) -> Any:
             x = jnp.concatenate(stretches)[trips]  # [microbatches, stages, layers of a stage, ...]
@@ -294,20 +294,20 @@ class PipelineRun:
         state["arrived"] = jax.tree.map(lambda *pair: lax.optimization_barrier(pair)[0], *pairs)
         return state, aux
 
-    def _forward(self, state: dict[str, Any], own: Any) -> tuple[dict[str, Any], Any]:
-        entered = at(state["ends"], own.microbatch)
-        x = chosen(own.enters > 0, entered, state["arrived"])
-        params, microbatch = at(self.stages, own.virtual), at(self.batch, own.microbatch)
+    def _forward(self, state: dict[str, Any], numbers: Any) -> tuple[dict[str, Any], Any]:
+        entered = at(state["ends"], numbers.microbatch)
+        x = chosen(numbers.enters > 0, entered, state["arrived"])
+        params, microbatch = at(self.stages, numbers.virtual), at(self.batch, numbers.microbatch)
         y, aux, leaves = self.kept.forward(params, x, microbatch)
-        stash = written(state["stash"], leaves, own.slot)
+        stash = written(state["stash"], leaves, numbers.slot)
         aux = vary_over(self.how.ring.names, jax.tree.map(jnp.atleast_1d, aux))
         return {**state, "stash": stash, "y": y, "arrived": self.how.ring.shift(y, 1)}, aux
 
     def _losses(self, state: dict[str, Any], part: Any, number: Any) -> Any:
-        """Adds the losses of a microbatch, if one left the last stage: all devices know."""
+        """Adds the losses of a microbatch, if any left the last stage: all devices know."""
 
-        def compute(given: Any) -> Any:
-            (*sums, of_last), d_shared, of_part = given
+        def compute(carry: Any) -> Any:
+            (*sums, of_last), d_shared, of_part = carry
             of = partial(self.how.losses, at(self.batch, number))
             if self.pulls:
                 loss, pull, (weight, aux) = jax.vjp(of, self.shared, part, has_aux=True)
@@ -318,19 +318,19 @@ class PipelineRun:
             return (*added(sums, [loss, weight]), written(of_last, aux, number)), d_shared, of_part
 
         of_part = jax.tree.map(jnp.zeros_like, part) if self.pulls else None
-        given = state["sums"], state.get("d_shared"), of_part
-        sums, d_shared, of_part = cond(number >= 0, compute, lambda given: given, given)
+        carry = state["sums"], state.get("d_shared"), of_part
+        sums, d_shared, of_part = cond(number >= 0, compute, lambda carry: carry, carry)
         state = {**state, "sums": sums}
         return (state | {"d_shared": d_shared} if self.pulls else state), of_part
 
-    def _backward(self, state: dict[str, Any], own: Any, ct: Any) -> dict[str, Any]:
-        params, microbatch = at(self.stages, own.virtual), at(self.batch, own.microbatch)
-        leaves = at(state["stash"], own.slot)
+    def _backward(self, state: dict[str, Any], numbers: Any, ct: Any) -> dict[str, Any]:
+        params, microbatch = at(self.stages, numbers.virtual), at(self.batch, numbers.microbatch)
+        leaves = at(state["stash"], numbers.slot)
         of_params, dx = self.kept.pullback(params, self.zero, microbatch, leaves)(ct)
-        sums = added(at(state["d_stages"], own.virtual), of_params)
+        sums = added(at(state["d_stages"], numbers.virtual), of_params)
         return {
             **state,
             "dx": dx,
-            "d_stages": written(state["d_stages"], sums, own.virtual),
-            "ends": written(state["ends"], dx, own.leaves),
+            "d_stages": written(state["d_stages"], sums, numbers.virtual),
+            "ends": written(state["ends"], dx, numbers.leaves),
         }

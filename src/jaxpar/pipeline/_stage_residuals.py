@@ -37,16 +37,16 @@ class StageResiduals:
         # each microbatch would keep a copy. The compiler drops the rest of this forward pass.
         _, made = self.run(params, like_x, microbatch)
         made, tree = jax.tree.flatten(made)
-        given = iter(leaves)
+        left = iter(leaves)
         return tree.unflatten(
-            [next(given) if kept else leaf for leaf, kept in zip(made, self.kept, strict=True)]
+            [next(left) if kept else leaf for leaf, kept in zip(made, self.kept, strict=True)]
         )
 
 
 def residuals_of(
     stage: Callable[..., Any],
     ring: Ring,
-    own: Any,
+    user_params: Any,
     params: Any,
     x: Any,
     microbatch: Any,
@@ -64,7 +64,7 @@ def residuals_of(
         y, pullback, aux = jax.vjp(of, params, x, has_aux=True)
         return (y, aux), pullback
 
-    run = traced("stage_fn", forward, own, params, x, microbatch)
+    run = traced("stage_fn", forward, user_params, params, x, microbatch)
     for name, eqn in collectives_over(run.closed.jaxpr, ring):
         raise value_error(
             f"stage_fn uses {name} over {ring}{user_line(eqn)}, where devices compute other "

@@ -44,9 +44,9 @@ def traced(name: str, function: Callable[..., Any], params: Any, *args: Any) -> 
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     for (argument, *path), leaf in jax.tree_util.tree_leaves_with_path(params):
         if any(leaf is value for value in closed.consts):
-            own, put = OWN[name]
+            local, put = OWN[name]
             place = f"{argument.key}{jax.tree_util.keystr(tuple(path))}"
-            remedy = f"read it from {own}, its argument" if argument.key == own else put
+            remedy = f"read it from {local}, its argument" if argument.key == local else put
             raise value_error(
                 f"{name} closes over {place}, which gets no gradient there; {remedy}, or close "
                 "over jax.lax.stop_gradient of it"
@@ -101,7 +101,7 @@ def _parts_read(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yields leaves of which a device has a part, if the function reads them and gathers nothing.
 
-    `args` come before a microbatch. Of given `rows`, only leaves that have too few of them count.
+    `args` come before a microbatch. Of `rows`, only leaves that have too few of them count.
     """
     if any(collectives_over(part.closed.jaxpr, ring)):
         return
@@ -120,7 +120,7 @@ def _placed(path: Any, leaf: Any) -> str:
 
 
 def _spread(leaf: Any, ring: Ring, rows: set[int] | None = None) -> list[str]:
-    """Returns axes of the ring over which a leaf varies, if it has too few of given rows."""
+    """Returns axes of the ring over which a leaf varies, if it has too few of these rows."""
     if rows is not None and leaf.shape[1] * ring.size not in rows:
         return []
     return [name for name in ring.names if name in varying_axes(leaf) and lax.axis_size(name) > 1]
@@ -164,17 +164,17 @@ def _marks(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
     (body,) = bodies
     if eqn.primitive.name != "scan":
         return depends(body, inputs)
-    # Of a scan, stacked operands and results have one dimension more than those of the body. What
-    # a step carries on is marked for the next one.
+    # Of a scan, stacked operands and results have a dimension more than those of the body. What
+    # a step carries on is marked for the next.
     carried = sum(map(_same_rank, eqn.outvars, body.outvars))
     first = sum(map(_same_rank, eqn.invars, body.invars)) - carried
     while True:
-        found = depends(body, inputs)
-        next_one = [a or b for a, b in zip(inputs[first:], found[:carried], strict=False)]
+        marks = depends(body, inputs)
+        next_one = [a or b for a, b in zip(inputs[first:], marks[:carried], strict=False)]
         if next_one == inputs[first : first + carried]:
-            return found
+            return marks
         inputs = [*inputs[:first], *next_one, *inputs[first + carried :]]
 
 
-def _same_rank(one: Any, other: Any) -> bool:
-    return one.aval.ndim == other.aval.ndim
+def _same_rank(outer: Any, inner: Any) -> bool:
+    return outer.aval.ndim == inner.aval.ndim

@@ -14,7 +14,7 @@ from jaxpar.pipeline._pipeline_schedule import Pass, PipelineSchedule, PipelineT
 class ForwardNumbers(NamedTuple):
     """The numbers of a forward pass, each an array `[trips, devices]`."""
 
-    virtual: Any  # the device's own stage
+    virtual: Any  # the device's stage
     microbatch: Any
     slot: Any  # where its residuals wait
     enters: Any  # whether it is of the first stage
@@ -26,7 +26,7 @@ class BackwardNumbers(NamedTuple):
     virtual: Any
     microbatch: Any
     slot: Any
-    runs: Any  # whether there is one at all
+    runs: Any  # whether there is a pass at all
     is_last: Any  # whether it is of the last stage
     leaves: Any  # the microbatch, if it is of the first stage; otherwise the number of microbatches
 
@@ -41,7 +41,7 @@ class TripNumbers(NamedTuple):
         """Returns whether there are forward and backward passes, and the trips."""
         runs = np.any(self.backward.runs, axis=1)
         first, length = int(np.argmax(runs)), len(runs)
-        end = int(np.flatnonzero(self.loss >= 0)[-1])  # a loss is one trip behind its forward pass
+        end = int(np.flatnonzero(self.loss >= 0)[-1])  # a loss is a trip behind its forward pass
         if not pulls:
             return [(True, False, slice(0, end)), (False, False, slice(end, end + 1))]
         bounds = 0, min(first, end), max(first, end), length
@@ -53,9 +53,9 @@ class TripNumbers(NamedTuple):
 
 
 def trip_numbers(schedule: PipelineSchedule) -> TripNumbers:
-    found = [_of_device(schedule, trips) for trips in schedule.trips()]
+    pairs = [_of_device(schedule, trips) for trips in schedule.trips()]
     forward, backward = (
-        np.array([own[half] for own in found], np.int32).transpose(2, 1, 0) for half in (0, 1)
+        np.array([pair[half] for pair in pairs], np.int32).transpose(2, 1, 0) for half in (0, 1)
     )
     loss = np.full(forward.shape[1], -1, np.int32)
     loss[list(schedule.loss_trips)] = range(schedule.microbatches)
@@ -73,13 +73,13 @@ def _of_device(
     for forward, backward in trips:
         # An idle backward pass multiplies zeros by the residuals of the newest forward pass. So an
         # idle forward pass, whose numbers may be NaN, writes elsewhere.
-        slot = min(one for one in free if forward or one != newest)
+        slot = min(place for place in free if forward or place != newest)
         if forward:
             free.remove(slot)
             slot_of[forward] = newest = slot
         stage, microbatch = forward or (schedule.stages, 0)
-        own = stage // schedule.devices if forward else 0
-        forwards.append((own, microbatch, slot, stage == 0))
+        virtual = stage // schedule.devices if forward else 0
+        forwards.append((virtual, microbatch, slot, stage == 0))
 
         used = slot_of.pop(backward) if backward else newest
         if backward:
@@ -87,7 +87,7 @@ def _of_device(
         stage, microbatch = backward or (0, schedule.microbatches)
         is_last = stage == schedule.stages - 1
         leaves = schedule.microbatches if stage else microbatch
-        own = stage // schedule.devices
+        virtual = stage // schedule.devices
         runs = backward is not None
-        backwards.append((own, microbatch if runs else 0, max(used, 0), runs, is_last, leaves))
+        backwards.append((virtual, microbatch if runs else 0, max(used, 0), runs, is_last, leaves))
     return forwards, backwards

@@ -42,7 +42,7 @@ def _sent_bytes(name: str, eqn: core.JaxprEqn, sizes: Sizes) -> float:
 
 
 def _tally(jaxpr: core.Jaxpr, platform: str | None, weigh: Weigh, sizes: Sizes) -> dict[str, float]:
-    """Sums `weigh` over one device's collectives, by name."""
+    """Sums `weigh` over a device's collectives, by name."""
     total: dict[str, float] = {}
 
     def add(part: Mapping[str, float], times: int = 1) -> None:
@@ -98,7 +98,7 @@ def local_bytes(jaxpr: core.Jaxpr, variables: list[Var]) -> int:
 
 
 def _blocks(jaxpr: core.Jaxpr) -> dict[Var, float]:
-    """Returns variables' parts on one device of a shard_map."""
+    """Returns variables' parts on a device of a shard_map."""
     parts: dict[Var, float] = {}
     for eqn in jaxpr.eqns:
         for sub in subjaxprs(eqn.params):
@@ -177,7 +177,7 @@ def count_collectives(
     `forward` then holds both directions.
 
     Args:
-      fn: a function of global arrays, such as a shard_mapped one.
+      fn: a function of global arrays, such as a shard_mapped function.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       grad: whether to differentiate in all float arguments; the `fwd` of a `jax.custom_vjp` then
         counts.

@@ -32,7 +32,7 @@ def tolerance(dtype: Any, reduction_depth: int = 1) -> float:
 
     Args:
       dtype: a float dtype: the coarser of result and intermediate results.
-      reduction_depth: the number of terms that one entry sums over, on all devices.
+      reduction_depth: the number of terms that an entry sums over, on all devices.
 
     Returns:
       The tolerance; 0 for integers and booleans, which are exact.
@@ -68,7 +68,7 @@ Place: TypeAlias = Callable[[tuple[int, ...]], str]
 
 @dataclass
 class Report:
-    """The comparisons of one assertion.
+    """The comparisons of an assertion.
 
     Attributes:
       rounding: the dtype of intermediate results, unless the array is coarser.
@@ -85,17 +85,17 @@ class Report:
     def compare(
         self,
         what: str,
-        found: Any,
+        returned: Any,
         expected: Expected,
         project: Callable[[Leaf], Leaf] = np.asarray,
         place: Place = "entry {}".format,
     ) -> None:
-        """Compares `project(found)` with `expected`, in the precision of `found`.
+        """Compares `project(returned)` with `expected`, in the precision of `returned`.
 
-        `place` describes an index of `project(found)` in words.
+        `place` describes an index of `project(returned)` in words.
         """
         self.compared += 1
-        array = np.asarray(found)
+        array = np.asarray(returned)
         actual = project(array)
         if np.shape(actual) != np.shape(expected.value):
             self.shapes_differ = True

@@ -20,7 +20,7 @@ _STEP = 2.0**-18
 
 @dataclass(frozen=True)
 class Expected:
-    """A float64 reference's result for one array.
+    """A float64 reference's result for an array.
 
     Attributes:
         terms: size of the terms that each entry sums.
@@ -64,15 +64,15 @@ def directions(leaf: Leaf, count: int, rng: np.random.Generator) -> list[Leaf]:
         if leaf.size <= count
         else np.array_split(rng.permutation(leaf.size), count)
     )
-    found: list[Leaf] = []
+    vectors: list[Leaf] = []
     for group in groups:
         direction = np.zeros(leaf.size)
         direction[group] = 1.0
         if len(group) > 1:
             signs = rng.choice([-1.0, 1.0], len(group))
             direction[group] = signs * rng.uniform(0.5, 1.5, len(group))
-        found.append(direction.reshape(leaf.shape))
-    return found
+        vectors.append(direction.reshape(leaf.shape))
+    return vectors
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def poisoned_rows() -> Generator[None]:
       A context manager for what is traced inside. It clears JAX's caches on entry and exit: keep it
       open over many tests, in a fixture with `scope="module"`.
 
-    Cost: one write of each buffer.
+    Cost: a write of each buffer.
 
     Example:
       >>> mesh = make_mesh("ep=8")

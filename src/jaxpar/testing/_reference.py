@@ -28,7 +28,7 @@ from jaxpar.testing._oracle import (
 
 @dataclass(frozen=True)
 class ExpectedGradient:
-    """The reference's gradient of one argument.
+    """The reference's gradient of an argument.
 
     Attributes:
       at: its position among all leaves.
@@ -82,17 +82,17 @@ def expected_gradients(
     rng: np.random.Generator,
 ) -> list[ExpectedGradient]:
     """Returns float leaves' gradients, by central differences."""
-    found: list[ExpectedGradient] = []
+    gradients: list[ExpectedGradient] = []
     for at, leaf in enumerate(leaves):
         if not is_float(leaf):
             continue
         along = directions(leaf, max_directions, rng)
         expected = expected_projections(reference, leaves, cotangents, at, along, rng)
         if len(along) < leaf.size:
-            found.append(ExpectedGradient(at, along, expected))
+            gradients.append(ExpectedGradient(at, along, expected))
         else:
-            found.append(ExpectedGradient(at, None, expected.reshape(leaf.shape)))
-    return found
+            gradients.append(ExpectedGradient(at, None, expected.reshape(leaf.shape)))
+    return gradients
 
 
 def gradients_of(
@@ -213,14 +213,14 @@ def assert_matches_reference(
         depth=max([1, *(a.size for a in arrays)]) if reduction_depth is None else reduction_depth,
     )
 
-    def compare_values(what: str, found: Any) -> None:
+    def compare_values(what: str, returned: Any) -> None:
         for (path, _), leaf, expected in zip(
-            out_paths, jax.tree.leaves(found), wanted, strict=True
+            out_paths, jax.tree.leaves(returned), wanted, strict=True
         ):
             report.compare(f"{what} of output{jax.tree_util.keystr(path)}", leaf, expected)
 
-    for vma, found in values.items():
-        compare_values(f"check_vma={vma}: value", found)
+    for vma, returned in values.items():
+        compare_values(f"check_vma={vma}: value", returned)
 
     cotangents = [_normal(out, rng) for out in outputs]
     floating = [ct for ct in cotangents if is_inexact(ct)]
@@ -232,8 +232,8 @@ def assert_matches_reference(
             else gradients_of(_flat_vjp(reference_vjp, in_tree, out_tree), exact, wide, rng)
         )
         for vma, function in mapped.items():
-            found, pulled = _run(vma, mesh, pullback(function, inputs), leaves, floating)
-            compare_values(f"check_vma={vma}: value under jax.vjp", found)
+            returned, pulled = _run(vma, mesh, pullback(function, inputs), leaves, floating)
+            compare_values(f"check_vma={vma}: value under jax.vjp", returned)
             for gradient, truth in zip(pulled, expect, strict=True):
                 name = f"args{jax.tree_util.keystr(paths[truth.at][0])}"
                 what = f"check_vma={vma}: gradient of {name}"
