@@ -173,8 +173,8 @@ def as_wire(argument: str, wire: Any) -> Any:
 
 
 def gathered_by(wire: Any, dtype: Any) -> LowBit | None:
-    how = wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
-    return how if is_wide_float(dtype) else None
+    low_bit = wire if isinstance(wire, LowBit) else LowBit(wire) if is_low_bit(wire) else None
+    return low_bit if is_wide_float(dtype) else None
 
 
 def summed_as(wire: Any, dtype: Any) -> Any:

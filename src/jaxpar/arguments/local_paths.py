@@ -35,11 +35,11 @@ def local_path(argument: str, path: str | PathLike[Any], *, writes: bool = False
         return Path(path)
     kind, rest = remote[1].lower(), remote[2]
     command = (_UP if writes else _DOWN).get(kind, "").format(rest)
-    how = f" with `{command}`" if command else ""
+    hint = f" with `{command}`" if command else ""
     if kind == "file":
         remedy = f"give '/{rest}'"
     elif writes:
-        remedy = f"write to a folder of this host, and copy that{how}"
+        remedy = f"write to a folder of this host, and copy that{hint}"
     else:
-        remedy = f"copy it to this host{how}, and give the copy's path"
+        remedy = f"copy it to this host{hint}, and give the copy's path"
     raise value_error(f"{argument}={str(path)!r} is no path of this host; {remedy}")

@@ -83,13 +83,13 @@ def reduce_compressed_gradients(
     """
     ring = bind(axis, takes=("wire_dtype",))
     wire = ring.wire_dtype
-    how = LowBit("int8", COLUMNS) if wire is None else gathered_by(wire, "float32")
-    if how is None:
+    low_bit = LowBit("int8", COLUMNS) if wire is None else gathered_by(wire, "float32")
+    if low_bit is None:
         raise type_error(
             f"wire_dtype={wire} is none of 8 bits; choose 'int8' or a LowBit, or call "
             "reduce_gradients"
         )
-    check_chance(how, key)
+    check_chance(low_bit, key)
     paths, treedef = jax.tree_util.tree_flatten_with_path(as_arrays("grads", grads, "sum"))
     errors = [None] * len(paths) if error is None else treedef.flatten_up_to(error)
     sharded = spec_axes(grads, PartitionSpec() if specs is None else specs)
@@ -106,7 +106,7 @@ def reduce_compressed_gradients(
             sums.extend(sum_leaves([leaf], [set(over.names)], None, [leaf.dtype]))
             lost.append(before)
         else:
-            sum_of = partial(_sum_rounded, how, _key_of(key, number, ring))
+            sum_of = partial(_sum_rounded, low_bit, _key_of(key, number, ring))
             total, rest = (_sum_wide if leaf.size < SMALL else sum_of)(over, leaf, before)
             sums.append(total)
             lost.append(rest)
@@ -159,7 +159,7 @@ def _sum_wide(
 
 
 def _sum_rounded(
-    how: LowBit,
+    low_bit: LowBit,
     key: Array | None,
     ring: Ring,
     leaf: Float[Array, "*shape"],
@@ -168,15 +168,15 @@ def _sum_rounded(
     """Returns the 8-bit sum, and what this device lost."""
     n, dtype = ring.size, leaf.dtype
     summand = vary_over(ring.names, leaf.astype(before.dtype) + before)
-    columns = how.columns or summand.shape[-1]
+    columns = low_bit.columns or summand.shape[-1]
     # [n, rows, columns]: a block for each device. The padding is zeros, which lose nothing.
     blocks = jnp.pad(summand.reshape(-1), (0, -leaf.size % (n * columns))).reshape(n, -1, columns)
     first, second = (None, None) if key is None else jax.random.split(key)
-    codes = codes_of(how, blocks, 2, first)
+    codes = codes_of(low_bit, blocks, 2, first)
     # [n, rows, columns]: the partial sums of all devices for this device's block.
     partial_sums = jax.tree.map(lambda x: lax.all_to_all(x, ring.names, 0, 0, tiled=True), codes)
     total = jnp.sum(read_as(partial_sums, partial_sums.dtype), axis=0)
-    rounded = codes_of(how, total, 1, second)
+    rounded = codes_of(low_bit, total, 1, second)
     whole = read_as(jax.tree.map(lambda x: _gathered(ring, x), rounded), dtype)
     # The device that rounds a block saves what was lost, to 8 bits and to the leaf's dtype. The
     # barrier is needed: compilers may compute in more bits than the program says.

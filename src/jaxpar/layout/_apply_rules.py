@@ -210,7 +210,7 @@ class Placed:
 
         def held(changes: dict[int, Axes], padded: int = size) -> str:
             changed = {**dict(enumerate(axes)), **changes}
-            cut = prod(size_of(self.mesh, some) for some in changed.values())
+            cut = prod(size_of(self.mesh, entry) for entry in changed.values())
             return f"{size_text(self.array.bytes / size * padded / cut)} a device"
 
         over = repr(shown(names))
@@ -222,7 +222,7 @@ class Placed:
         ] + [
             (f"shard it over {name!r}", {dim: (name,)})
             for name, parts in self.mesh.shape.items()
-            if not any(name in some for some in axes) and parts > 1 and not size % parts
+            if not any(name in entry for entry in axes) and parts > 1 and not size % parts
         ]
         other = next((f"{text}, {held(moved)}" for text, moved in elsewhere), None)
         named = f" ({self.rule.names[dim]!r})" if self.rule.names else ""

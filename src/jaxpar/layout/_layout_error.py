@@ -60,8 +60,8 @@ class LayoutError(ValueError):
         for problem in problems:
             alike.setdefault(_NUMBERS.sub("#", str(problem)), []).append(problem)
         lines = [
-            f"  {some[0]}" + (f" (and {len(some) - 1} more like it)" if len(some) > 1 else "")
-            for some in list(alike.values())[:SHOWN]
+            f"  {group[0]}" + (f" (and {len(group) - 1} more like it)" if len(group) > 1 else "")
+            for group in list(alike.values())[:SHOWN]
         ]
         if len(alike) > SHOWN:
             lines.append(f"  ... and {len(alike) - SHOWN} kinds more, in `problems` of this error")

@@ -112,16 +112,16 @@ class EmptyRows:
 
 
 def _copy(
-    how: EmptyRows, copies: Copies, x: Shaped[Array, "rows *row"]
+    empty: EmptyRows, copies: Copies, x: Shaped[Array, "rows *row"]
 ) -> Shaped[Array, "copies *row"]:
-    if how.fill:
+    if empty.fill:
         return take_rows(x, copies.source)
     anything = unwritten((), x.dtype) if unwritten_memory.poisoned else None
     return take_rows(x, copies.source, anything)
 
 
 def _sum(
-    how: EmptyRows, copies: Copies, y: Shaped[Array, "copies *row"]
+    empty: EmptyRows, copies: Copies, y: Shaped[Array, "copies *row"]
 ) -> Shaped[Array, "rows *row"]:
     rows, k = copies.places.shape
     count = copies.source.size
@@ -131,7 +131,7 @@ def _sum(
     # for one row more, which has no such copies.
     lengths = [min(rows, (count // (j + 1) // 16 + 1) * 16) for j in range(k)]
     if sum(lengths) + rows >= rows * k:
-        return _sum_firsts(y, copies.places, [rows] * k, how.blank)
+        return _sum_firsts(y, copies.places, [rows] * k, empty.blank)
     # Rows with the most copies come first. All first copies are summed, then the second copies of
     # rows that have two, and so on. In a worst-case buffer most rows have one copy or none.
     places = lax.sort(copies.places, dimension=1)
@@ -139,7 +139,7 @@ def _sum(
     having, numbers = vary_alike((), having, jnp.arange(rows, dtype="int32"))
     _, order = lax.sort((-having, numbers), num_keys=1)
     _, back = lax.sort((order, numbers), num_keys=1)
-    sums = _sum_firsts(y, take_rows(places, order, None), lengths, how.blank)
+    sums = _sum_firsts(y, take_rows(places, order, None), lengths, empty.blank)
     # Rows beyond `sums` have no copies. Then the last row of `sums` has none either: its sum is 0.
     return take_rows(sums, jnp.minimum(back, len(sums) - 1), None)
 

@@ -219,28 +219,28 @@ def bring_back(
     return sums
 
 
-def _there(how: Receivers, trip: Trip, tree: Any) -> Any:
-    sent = jax.tree.map(lambda x: encoded(how.low_bit, x, 0), tree)
+def _there(receivers: Receivers, trip: Trip, tree: Any) -> Any:
+    sent = jax.tree.map(lambda x: encoded(receivers.low_bit, x, 0), tree)
     leaves, treedef = jax.tree.flatten(sent)
     packing = plan_packing(leaves, trip.copies.source.size)
 
     def exchanged(carrier: Shaped[Array, "tokens *row"]) -> Shaped[Array, "capacity *row"]:
-        shape = (how.capacity, *carrier.shape[1:])
+        shape = (receivers.capacity, *carrier.shape[1:])
         carrier = spread(trip.copies, carrier, fill=False)  # now [copies, *row]
         buffer, carrier = vary_alike((), unwritten(shape, carrier.dtype), carrier)
-        return exchange_rows(carrier, buffer, trip.there, how.ring)
+        return exchange_rows(carrier, buffer, trip.there, receivers.ring)
 
-    arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], how.capacity)
+    arrived = unpack(packing, [exchanged(x) for x in pack(packing, leaves)], receivers.capacity)
     arrived = jax.tree.leaves(treedef.unflatten(arrived), is_leaf=is_quantized)
     arrived = [read_as(x, x.dtype) for x in arrived]
-    if how.clean:  # here, not before the exchange: zeros in its layout are slow to write on TPU
-        row = jnp.arange(how.capacity, dtype="int32")
+    if receivers.clean:  # here, not before the exchange: zeros in its layout are slow on TPU
+        row = jnp.arange(receivers.capacity, dtype="int32")
         valid = row < jnp.sum(trip.there.recv_sizes, dtype="int32")
         arrived = [where_rows(valid, x) for x in arrived]
     return jax.tree.unflatten(jax.tree.structure(tree), arrived)
 
 
-def _home(how: Receivers, trip: Trip, tree: Any) -> Any:
+def _home(receivers: Receivers, trip: Trip, tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     count = trip.copies.source.size
     packing = plan_packing(leaves, count)
@@ -248,7 +248,7 @@ def _home(how: Receivers, trip: Trip, tree: Any) -> Any:
     def exchanged(carrier: Shaped[Array, "capacity *row"]) -> Shaped[Array, "copies *row"]:
         buffer = unwritten((count, *carrier.shape[1:]), carrier.dtype)
         buffer, carrier = vary_alike((), buffer, carrier)
-        return exchange_rows(carrier, buffer, trip.back, how.ring)
+        return exchange_rows(carrier, buffer, trip.back, receivers.ring)
 
     returned = [exchanged(x) for x in pack(packing, leaves)]
     rows = trip.copies.places.shape[0]

@@ -112,12 +112,12 @@ def value_and_grad(
     functions = stage_fn, first_fn, last_fn
 
     def gradients(call: _Given, layers: Any, shared: Any, batch: Any) -> tuple[Any, Any]:
-        how = call.pipeline(functions, schedule, last_dim, has_aux)
+        pipeline = call.pipeline(functions, schedule, last_dim, has_aux)
 
         def loss_fn(params: Any, microbatches: Any) -> tuple[Any, Any]:
             layers, shared = params
             with naming("value_and_grad"):
-                sums: Any = pipelined(how, _stages(schedule, layers), shared, microbatches)
+                sums: Any = pipelined(pipeline, _stages(schedule, layers), shared, microbatches)
             loss, weight, aux = sums
             return (loss, weight), aux
 
@@ -183,9 +183,9 @@ def value(
     functions = stage_fn, first_fn, last_fn
 
     def mean(call: _Given, layers: Any, shared: Any, batch: Any) -> Any:
-        how = call.pipeline(functions, schedule, last_dim, has_aux)
+        pipeline = call.pipeline(functions, schedule, last_dim, has_aux)
         layers, shared = vary_over(call.over.names, (layers, shared))  # as of `value_and_grad`
-        loss, weight, aux = evaluated(how, _stages(schedule, layers), shared, batch)
+        loss, weight, aux = evaluated(pipeline, _stages(schedule, layers), shared, batch)
         loss = mean_loss(loss, weight, call.over)
         return (loss, aux) if has_aux else loss
 
@@ -219,8 +219,8 @@ class _Given:
         stage, first, last = map(of_user, functions, names)
         stage = _checked(stage, check_flag("has_aux", has_aux))
         check_whole("last_dim", last_dim)
-        how = schedule, self.ring, last_dim, has_aux, self.params, self.over, self.sharded
-        return Pipeline(stage, first, last, *how)
+        rest = schedule, self.ring, last_dim, has_aux, self.params, self.over, self.sharded
+        return Pipeline(stage, first, last, *rest)
 
 
 def _callable(

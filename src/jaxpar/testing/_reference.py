@@ -43,8 +43,8 @@ class ExpectedGradient:
         if self.along is None:
             return f"entry {index}"
         entries = np.argwhere(self.along[index[0]])
-        some = ", ".join(str(tuple(int(i) for i in entry)) for entry in entries[:3])
-        return f"direction {index[0]}, over {len(entries)} random entries such as {some}"
+        places = ", ".join(str(tuple(int(i) for i in entry)) for entry in entries[:3])
+        return f"direction {index[0]}, over {len(entries)} random entries such as {places}"
 
     def project(self, gradient: Leaf) -> Leaf:
         if self.along is None:

@@ -202,5 +202,5 @@ def _require_port(coordinator: str) -> None:
 
 
 def _last_words(status: int, log: str) -> str:
-    how = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    return f"ended {how}: {last_words.last_words(log)}"
+    ending = f"with {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    return f"ended {ending}: {last_words.last_words(log)}"
