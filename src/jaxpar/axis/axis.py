@@ -192,12 +192,12 @@ class Ring(Axis):
         return gathered_by(self.wire_dtype, dtype) if self.size > 1 else None
 
     def low_bit_sums(self, dtype: Any) -> LowBit | None:
-        how = self.low_bit(dtype)
-        return how if how is not None and is_low_bit(how.sums) else None
+        low_bit = self.low_bit(dtype)
+        return low_bit if low_bit is not None and is_low_bit(low_bit.sums) else None
 
     def low_bit_cotangents(self, dtype: Any) -> LowBit | None:
-        how = self.low_bit(dtype)
-        return how if how is not None and how.cotangents else None
+        low_bit = self.low_bit(dtype)
+        return low_bit if low_bit is not None and low_bit.cotangents else None
 
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
         """Returns axes in mesh order, and logical indices' places there."""
@@ -255,14 +255,14 @@ def bind(
     """
     if isinstance(axis, Ring):  # bound already
         return axis
-    given = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
-    _check_options(given, takes, argument)
+    options = axis if isinstance(axis, Axis) else Axis(axis_names(axis, argument))
+    _check_options(options, takes, argument)
     if mode is not None:
         check_among("mode", mode, MODES)
-    mode, backward = (given.mode, given.backward) if mode is None else (mode, None)
-    wire = given.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
-    how = given.names, mode, wire, backward, given.keep_gathered, given.gather_dtype
-    return Ring(*how, size=prod(_axis_size(argument, name) for name in given.names))
+    mode, backward = (options.mode, options.backward) if mode is None else (mode, None)
+    wire = options.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
+    how = options.names, mode, wire, backward, options.keep_gathered, options.gather_dtype
+    return Ring(*how, size=prod(_axis_size(argument, name) for name in options.names))
 
 
 def _axis_size(argument: str, name: str) -> int:

@@ -73,44 +73,44 @@ def check_divides(
 
 def check_whole(
     argument: str,
-    given: Any,
+    number: Any,
     low: int | None = None,
     high: int | None = None,
     what: str = "",
 ) -> int:
-    given = _as_integer(argument, given)
-    if (low is not None and given < low) or (high is not None and given > high):
+    number = _as_integer(argument, number)
+    if (low is not None and number < low) or (high is not None and number > high):
         most = "" if high is None else f" and at most {high}, {what}"
-        raise value_error(f"{argument}={given} must be at least {low}{most}")
-    return given
+        raise value_error(f"{argument}={number} must be at least {low}{most}")
+    return number
 
 
-def _as_integer(argument: str, given: Any) -> int:
+def _as_integer(argument: str, number: Any) -> int:
     try:
-        if not isinstance(given, bool):
-            return operator.index(given)
+        if not isinstance(number, bool):
+            return operator.index(number)
     except TypeError:  # arrays and traced values, too
         pass
-    known = " known while tracing" if isinstance(given, Tracer) else ""
+    known = " known while tracing" if isinstance(number, Tracer) else ""
     raise type_error(
-        f"{argument} must be an integer{known}, got {given!r} of type {type(given).__name__}"
+        f"{argument} must be an integer{known}, got {number!r} of type {type(number).__name__}"
     )
 
 
-def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pass one") -> Array:
+def as_array(argument: str, array: Any, use: str = "product", remedy: str = "pass one") -> Array:
     """Returns a user's array, or raises without this `use`."""
     try:
-        x = jnp.asarray(given)
+        x = jnp.asarray(array)
     except (TypeError, ValueError):
-        if hasattr(given, "dequantized"):
+        if hasattr(array, "dequantized"):
             raise type_error(
-                f"{argument} is Quantized{list(given.shape)}, which only an operand that is "
+                f"{argument} is Quantized{list(array.shape)}, which only an operand that is "
                 f"gathered may be; pass {argument}.dequantized()"
             ) from None
-        name = f"{given.__name__}, " if hasattr(given, "__name__") else ""
-        kind = type(given).__name__
-        if isinstance(given, np.ndarray):
-            kind = f"{kind} of {given.dtype}"  # such as an array of texts
+        name = f"{array.__name__}, " if hasattr(array, "__name__") else ""
+        kind = type(array).__name__
+        if isinstance(array, np.ndarray):
+            kind = f"{kind} of {array.dtype}"  # such as an array of texts
         raise type_error(
             f"{argument} is {name}of type {kind}, and no array of JAX; {remedy}"
         ) from None
@@ -123,9 +123,9 @@ def as_array(argument: str, given: Any, use: str = "product", remedy: str = "pas
 
 
 def check_own(
-    argument: str, given: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
+    argument: str, arrays: Any, ring: Ring, what: str, remedy: str = "", *, operand: bool = True
 ) -> None:
-    """Raises if `given` is typed as replicated, but each device needs its own `what`.
+    """Raises if `arrays` are typed as replicated, but each device needs its own `what`.
 
     One varying array is enough. `check_uncast` ignores what is no `operand`.
     """
@@ -133,10 +133,10 @@ def check_own(
         return
     if operand:
         _asked.update(ring.names)
-    varying = varying_axes(given)
+    varying = varying_axes(arrays)
     copied = tuple(name for name in ring.names if name not in varying and lax.axis_size(name) > 1)
     if copied:
-        shapes = [str(jnp.shape(x)) for x in jax.tree.leaves(given)]
+        shapes = [str(jnp.shape(x)) for x in jax.tree.leaves(arrays)]
         of = f"shapes {', '.join(shapes[:-1])} and {shapes[-1]} are"
         of = f"shape {shapes[0]} is" if len(shapes) == 1 else of
         raise value_error(
@@ -146,17 +146,17 @@ def check_own(
         )
 
 
-def check_uncast(function: Callable[..., Any], given: Any, cast: Any, *args: Any) -> None:
+def check_uncast(function: Callable[..., Any], arrays: Any, cast: Any, *args: Any) -> None:
     """Raises if an operand of `function` varies only by our own cast."""
     # `function` is traced again without the cast, which a transform needs.
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(cast), strict=True)
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(cast), strict=True)
     added = frozenset[str]().union(*(varying_axes(y) - varying_axes(x) for x, y in pairs))
     if not added & _asked:
         return
     try:
-        jax.eval_shape(lambda given: function(given, *args), given)
+        jax.eval_shape(lambda arrays: function(arrays, *args), arrays)
     except Exception as error:  # JAX may raise for loops whose carry was cast: ignore this
-        refused, found, how = str(error).rpartition(_PCAST)
-        if found:
+        refused, pcast, rest = str(error).rpartition(_PCAST)
+        if pcast:
             refused = refused.rpartition(_SAY_SO)[0]  # from a nested transform
-            raise ValueError(f"{refused}{_SAY_SO} before {called()}{found}{how}") from None
+            raise ValueError(f"{refused}{_SAY_SO} before {called()}{pcast}{rest}") from None

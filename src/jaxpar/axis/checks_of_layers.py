@@ -14,42 +14,42 @@ from jaxpar.axis.vma import varying_axes
 
 
 def check_number(
-    argument: str, given: Any, high: float | None = None, *, finite: str = ""
+    argument: str, number: Any, high: float | None = None, *, finite: str = ""
 ) -> float:
     """Returns a static number from 0 to `high`.
 
     `finite` says what to give in place of a forbidden infinity.
     """
-    if isinstance(given, bool) or not isinstance(given, int | float | np.number):
+    if isinstance(number, bool) or not isinstance(number, int | float | np.number):
         raise type_error(
-            f"{argument} must be a number known while tracing, got {given!r} of type "
-            f"{type(given).__name__}"
+            f"{argument} must be a number known while tracing, got {number!r} of type "
+            f"{type(number).__name__}"
         )
-    if not given >= 0 or (high is not None and given > high):
+    if not number >= 0 or (high is not None and number > high):
         most = "" if high is None else f" and at most {high}"
-        raise value_error(f"{argument}={given} must be at least 0{most}")
-    if finite and given == float("inf"):
-        raise value_error(f"{argument}={given} must be finite; {finite}")
-    return float(given)
+        raise value_error(f"{argument}={number} must be at least 0{most}")
+    if finite and number == float("inf"):
+        raise value_error(f"{argument}={number} must be finite; {finite}")
+    return float(number)
 
 
-def check_softcap(given: Any, otherwise: str) -> float | None:
-    if given is None:
+def check_softcap(number: Any, otherwise: str) -> float | None:
+    if number is None:
         return None
-    softcap = check_number("softcap", given, finite=otherwise)
+    softcap = check_number("softcap", number, finite=otherwise)
     if not softcap:
-        raise value_error(f"softcap={given} must be above 0; {otherwise}")
+        raise value_error(f"softcap={number} must be above 0; {otherwise}")
     return softcap
 
 
-def as_integers(argument: str, given: Any) -> Integers[Array, "..."]:
+def as_integers(argument: str, array: Any) -> Integers[Array, "..."]:
     """Returns integers, or raises, too, if JAX's 32 bits cannot hold NumPy's 64."""
-    x = as_array(argument, given, use="")
+    x = as_array(argument, array, use="")
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise type_error(f"{argument} must be integers, got {x.dtype}; cast them")
-    if isinstance(given, np.ndarray) and not np.array_equal(given, given.astype(x.dtype)):
+    if isinstance(array, np.ndarray) and not np.array_equal(array, array.astype(x.dtype)):
         raise value_error(
-            f"{argument} are {given.dtype} from {given.min()} to {given.max()}, of which "
+            f"{argument} are {array.dtype} from {array.min()} to {array.max()}, of which "
             f"{x.dtype} does not hold all; number them anew, or set jax_enable_x64"
         )
     return x

@@ -63,9 +63,9 @@ def check_no_padding_between(width: int, rows: int) -> None:
 def _of_size(width: int, rows: int) -> list[PaddedTable]:
     """Returns such tables, of any axes: rows may be sharded again."""
     known = (table for of_layout in list(_known) for table in of_layout.tables)
-    found = {table for table in known if table.padded == rows and width in table.widths}
+    tables = {table for table in known if table.padded == rows and width in table.widths}
     # A layout and its optimizer's states have the same tables: count them once.
-    return list({(t.rows, t.at_the_end): t for t in sorted(found, key=_order)}.values())
+    return list({(t.rows, t.at_the_end): t for t in sorted(tables, key=_order)}.values())
 
 
 def _order(table: PaddedTable) -> tuple[int, int, str]:

@@ -53,11 +53,11 @@ class PaddedDim:
     @property
     def sizes(self) -> tuple[int, ...]:
         left = self.size - self.full * self.block
-        found = [self.block] * self.full
+        sizes = [self.block] * self.full
         for _ in range(self.full, self.parts):
-            found.append(min(self.rest, left))
-            left -= found[-1]
-        return tuple(found)
+            sizes.append(min(self.rest, left))
+            left -= sizes[-1]
+        return tuple(sizes)
 
     def pad(self, array: AnyArray, dim: int) -> AnyArray:
         devices, stages = self.order
@@ -71,11 +71,11 @@ class PaddedDim:
         start, stop, _ = block.indices(self.padded)
         if self.is_plain:
             return range(start, stop), 0
-        found = np.asarray(self.pad(np.arange(1, self.size + 1), 0))[start:stop]
-        found = found[found > 0] - 1
-        in_a_row = len(found) > 0 and (np.diff(found) == 1).all()
-        entries = range(found[0], found[-1] + 1) if in_a_row else found
-        return entries, stop - start - len(found)
+        numbers = np.asarray(self.pad(np.arange(1, self.size + 1), 0))[start:stop]
+        numbers = numbers[numbers > 0] - 1
+        in_a_row = len(numbers) > 0 and (np.diff(numbers) == 1).all()
+        entries = range(numbers[0], numbers[-1] + 1) if in_a_row else numbers
+        return entries, stop - start - len(numbers)
 
     def _resized(self, array: AnyArray, dim: int, *, padded: bool) -> AnyArray:
         if self.size == self.padded:

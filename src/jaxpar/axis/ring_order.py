@@ -68,10 +68,10 @@ class AxisLinks:
 
     def common(self, other: "AxisLinks") -> "AxisLinks":
         walks = {name: w for name, w in self.walks.items() if other.walks.get(name) == w}
-        one, two = self.messages, other.messages
-        if one is None or two is None:
+        ours, theirs = self.messages, other.messages
+        if ours is None or theirs is None:
             return AxisLinks(walks)
-        return AxisLinks(walks, lambda *rings: max(one(*rings), two(*rings)))
+        return AxisLinks(walks, lambda *rings: max(ours(*rings), theirs(*rings)))
 
 
 _known: dict[tuple[Any, ...], AxisLinks] = {}

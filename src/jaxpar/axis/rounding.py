@@ -57,31 +57,31 @@ def quantize(
     Source: as `LowBit`; random rounding as in Gupta et al., "Deep learning with limited numerical
     precision" (2015).
     """
-    how = LowBit(dtype, columns)
+    low_bit = LowBit(dtype, columns)
     x = as_array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise type_error(f"x is {x.dtype}{list(x.shape)}; give floats")
     along = check_dim("dim", dim, x.shape)
-    check_chance(how, key)
-    codes, size = codes_of(how, x, along, key), columns_of(how, x.shape[along])
+    check_chance(low_bit, key)
+    codes, size = codes_of(low_bit, x, along, key), columns_of(low_bit, x.shape[along])
     # Shapes tell powers of two, also of a device's part.
     return replace(codes, block=size) if size & (size - 1) and size < x.shape[along] else codes
 
 
-def check_chance(how: LowBit, key: Any) -> None:
-    if key is not None and how.dtype != "int8":
-        raise type_error(f"a key rounds int8 by chance, and not {how.dtype}; leave it out")
+def check_chance(low_bit: LowBit, key: Any) -> None:
+    if key is not None and low_bit.dtype != "int8":
+        raise type_error(f"a key rounds int8 by chance, and not {low_bit.dtype}; leave it out")
 
 
-def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:
-    block = columns_of(how, x.shape[dim])
+def codes_of(low_bit: LowBit, x: Array, dim: int, key: Array | None = None) -> Quantized:
+    block = columns_of(low_bit, x.shape[dim])
     apart = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
     wide = x.astype(addition_dtype(x.dtype))
     # Replace NaN by infinity: on CPU, the maximum of some thousand numbers loses NaN.
     magnitudes = jnp.where(jnp.isnan(wide), jnp.inf, jnp.abs(wide))
     largest = jnp.max(magnitudes.reshape(apart), axis=dim + 1, initial=0)
-    whole = jnp.issubdtype(how.dtype, jnp.integer)
-    limit = float(jnp.iinfo(how.dtype).max if whole else jnp.finfo(how.dtype).max)
+    whole = jnp.issubdtype(low_bit.dtype, jnp.integer)
+    limit = float(jnp.iinfo(low_bit.dtype).max if whole else jnp.finfo(low_bit.dtype).max)
     # Hardware may treat smaller scales, which are subnormal, as zero, and then divide by zero.
     # Larger scales times the limit may be infinite.
     range_of = jnp.finfo(wide.dtype)
@@ -92,12 +92,12 @@ def codes_of(how: LowBit, x: Array, dim: int, key: Array | None = None) -> Quant
     if key is not None:
         scaled = jnp.floor(scaled + jax.random.uniform(key, x.shape, wide.dtype))
         scaled = jnp.clip(scaled, -limit, limit)  # 127 plus almost 1 is 128 in float32
-    values = (jnp.rint(scaled) if whole else scaled).astype(how.dtype)
+    values = (jnp.rint(scaled) if whole else scaled).astype(low_bit.dtype)
     return Quantized(values, scales, dtype=x.dtype)
 
 
-def columns_of(how: LowBit, length: int) -> int:
-    most = max(1, min(how.columns or length, length))
+def columns_of(low_bit: LowBit, length: int) -> int:
+    most = max(1, min(low_bit.columns or length, length))
     return next(block for block in range(most, 0, -1) if length % block == 0)
 
 
@@ -110,14 +110,14 @@ def encoded(wire: Any, x: Any, dim: int) -> Any:
     """Returns x as it is gathered, quantized if the wire says so."""
     if isinstance(x, Quantized):
         return x
-    how = gathered_by(wire, x.dtype)
-    if how is None or x.ndim < 2 or not x.size:
+    low_bit = gathered_by(wire, x.dtype)
+    if low_bit is None or x.ndim < 2 or not x.size:
         return x
     row = row_dim(x.ndim, dim)
-    block, width = columns_of(how, x.shape[row]), x.dtype.itemsize
+    block, width = columns_of(low_bit, x.shape[row]), x.dtype.itemsize
     if x.shape[row] < SHORT or block + max(4, width) >= block * width:  # a scale has 4 bytes or 8
         return x
-    return codes_of(how, lax.stop_gradient(x), row)
+    return codes_of(low_bit, lax.stop_gradient(x), row)
 
 
 def straight_through(wire: Any, x: Any, dim: int) -> Any:

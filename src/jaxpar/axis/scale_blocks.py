@@ -34,9 +34,9 @@ def block_sizes(argument: str, shape: Shape, scales: Shape, block: Block) -> Sha
     if all(len(sizes) == 1 for sizes in readings):
         return tuple(size for (size,) in readings)
     texts: list[str] = []
-    for dim, (size, count, found) in enumerate(zip(shape, scales, readings, strict=True)):
+    for dim, (size, count, fitting) in enumerate(zip(shape, scales, readings, strict=True)):
         along = f"{count} for {size} entries along dimension {dim} are"
-        if not found:
+        if not fitting:
             of = "" if block is None else f" of {block}"
             others = " or ".join(map(str, () if block is None else _along(size, count, None)))
             also = f", but of {others}, which `block` takes" if others else ""
@@ -44,8 +44,8 @@ def block_sizes(argument: str, shape: Shape, scales: Shape, block: Block) -> Sha
                 f"{told}{along} no blocks{of}{also}; give one scale, one for each entry, or one "
                 "for each block, of these values: in jax.shard_map, of this device's"
             )
-        blocks = [f"{n} (the last of {size % n})" if size % n else f"{n}" for n in found]
-        texts += [f"{along} blocks of {', or of '.join(blocks)}"] if len(found) > 1 else []
+        blocks = [f"{n} (the last of {size % n})" if size % n else f"{n}" for n in fitting]
+        texts += [f"{along} blocks of {', or of '.join(blocks)}"] if len(fitting) > 1 else []
     ways = [f"Quantized(..., block={_as_block(shape, scales, of)})" for of in product(*readings)]
     raise value_error(f"{told}{', and '.join(texts)}; say which, {' or '.join(ways)}")
 
@@ -164,11 +164,11 @@ def _told(x: Any, whole: Any) -> Any:
     if not _is_quantized(x) or x.scales.shape == whole.scales.shape:
         return whole
     sizes = block_sizes("scales", x.shape, x.scales.shape, x.block)
-    for dim, (own, size) in enumerate(zip(x.shape, sizes, strict=True)):
-        if own % size and own != whole.shape[dim]:
+    for dim, (long, size) in enumerate(zip(x.shape, sizes, strict=True)):
+        if long % size and long != whole.shape[dim]:
             raise value_error(
                 f"scales have local shape {x.scales.shape} for values of {x.shape}: a device's "
-                f"{own} entries along dimension {dim}, which is gathered, are no whole blocks of "
+                f"{long} entries along dimension {dim}, which is gathered, are no whole blocks of "
                 f"{size}; shard the array by Layout.place, which repeats scales at such edges"
             )
     ways = (x.block, None, _as_block(whole.shape, whole.scales.shape, sizes))

@@ -57,8 +57,8 @@ def ways_of_passes(problem: Problem) -> Ways:
     return _least(pairs, predicted.of_both)
 
 
-def _least(some: list[T], seconds: Callable[[T], float]) -> T:
-    return some[0] if len(some) == 1 else min(some, key=seconds)
+def _least(candidates: list[T], seconds: Callable[[T], float]) -> T:
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
 
 
 def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:

@@ -76,9 +76,9 @@ class Notes:
 @contextmanager
 def noting() -> Generator[Notes]:
     """Records the decisions of what is traced here."""
-    found = Notes()
-    with notes(found):
-        yield found
+    noted = Notes()
+    with notes(noted):
+        yield noted
 
 
 def _with_backward(predictions: Predictions, rows: list[WayRow]) -> list[WayRow]:

@@ -111,9 +111,9 @@ class Tuning:
     def check_versions(self) -> None:
         # Raises if installed versions differ from the file's.
         for package, wanted in self.versions.items():
-            found = versions(package).get(package, "not installed")
-            if found != wanted:
-                raise self._stale(f"is of {package} {wanted}, here it is {found}")
+            here = versions(package).get(package, "not installed")
+            if here != wanted:
+                raise self._stale(f"is of {package} {wanted}, here it is {here}")
 
     def _check_traced(self) -> None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -144,13 +144,13 @@ class Tuning:
 
 def _check_record(path: str | Path, record: Any, again: str) -> None:
     wanted = [field.name for field in fields(Tuning) if field.name != "name"]
-    given = record if isinstance(record, dict) else {}
-    if lacking := [name for name in wanted if name not in given]:
+    entries = record if isinstance(record, dict) else {}
+    if lacking := [name for name in wanted if name not in entries]:
         raise value_error(f"{path} does not have {', '.join(lacking)}; {again}")
-    command = given["command"]
+    command = entries["command"]
     if isinstance(command, str) and command.startswith("jaxpar tune"):
         again = f"write it again: {command}"
-    for name, value in given.items():
+    for name, value in entries.items():
         if name not in wanted:
             raise value_error(f"{path} has {name!r}, which is no field of a tuning; {again}")
         is_right, form = _FORM[name]
@@ -234,17 +234,17 @@ def tuned(tuning: TuningLike) -> Generator[None]:
 
 def load(tuning: TuningLike) -> Tuning:
     with naming("tuned"):
-        given: Any = tuning
-        if not isinstance(given, (str, Path, Tuning)):
+        passed: Any = tuning
+        if not isinstance(passed, (str, Path, Tuning)):
             raise type_error(f"tuning must be a path or a jaxpar.Tuning, got {tuning!r}")
-        found = given if isinstance(given, Tuning) else Tuning.read(given)
-        found.check_versions()
-        return found
+        loaded = passed if isinstance(passed, Tuning) else Tuning.read(passed)
+        loaded.check_versions()
+        return loaded
 
 
 def versions(*packages: str) -> dict[str, str]:
-    found = {package: _version(package) for package in packages}
-    return {package: text for package, text in found.items() if text is not None}
+    texts = {package: _version(package) for package in packages}
+    return {package: text for package, text in texts.items() if text is not None}
 
 
 @cache

@@ -204,8 +204,8 @@ def ragged_all_to_all(
     """
     ring = bind(axis, takes=())
     operand, output = as_array("operand", operand, ""), as_array("output", output, "")
-    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    named = zip(Slices._fields, given, strict=True)
+    arrays = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    named = zip(Slices._fields, arrays, strict=True)
     slices = _check_slices(Slices(*(as_array(name, x, "") for name, x in named)), ring)
     _check_rows(operand, output)
     operand, output, slices = vary_alike(ring.names, operand, output, slices)
@@ -242,11 +242,11 @@ def _exchange_back(
         these = number == i % slices_per_pair
         to = these & (device == (ring.index() - distance) % ring.size)
         origin = these & (device == (ring.index() + distance) % ring.size)
-        some = back._replace(
+        sending = back._replace(
             send_sizes=jnp.where(apart & ~to, 0, back.send_sizes),
             recv_sizes=jnp.where(apart & ~origin, 0, back.recv_sizes),
         )
-        return total + exchange_rows(ct, jnp.zeros_like(zeros), some, ring).astype(total.dtype)
+        return total + exchange_rows(ct, jnp.zeros_like(zeros), sending, ring).astype(total.dtype)
 
     zeros = jnp.zeros((rows, *ct.shape[1:]), ct.dtype)
     start, zeros = vary_alike(ring.names, jnp.int32(0), zeros, ct, slices)[:2]
@@ -260,9 +260,9 @@ def _exchange_back(
 
 
 def _exchange_fwd(
-    operand: Operand, output: Output, slices: Slices, *how: Any
+    operand: Operand, output: Output, slices: Slices, *static: Any
 ) -> tuple[Output, Slices]:
-    return _exchange(operand, output, slices, *how), slices
+    return _exchange(operand, output, slices, *static), slices
 
 
 def _exchange_bwd(
@@ -316,10 +316,10 @@ def _check_slices(slices: Slices, ring: Ring) -> Slices:
                 f"{argument} must be integers, got {x.dtype}{list(x.shape)}; cast them to int32"
             )
         if x.ndim != 1 or not x.size or x.size % ring.size:
-            found = f": {x.size} = {x.size // ring.size} x {ring.size} + {x.size % ring.size}"
+            parts = f": {x.size} = {x.size // ring.size} x {ring.size} + {x.size % ring.size}"
             raise value_error(
                 f"{argument} has local shape {x.shape}, but needs one dimension, whose "
-                f"size is that of {ring} or a multiple of it{found if x.ndim == 1 else ''}; give "
+                f"size is that of {ring} or a multiple of it{parts if x.ndim == 1 else ''}; give "
                 "every device the same number of entries, with size 0 for slices that are not sent"
             )
         if x.size != slices.input_offsets.size:

@@ -52,9 +52,9 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
       Array([7, 0, 1, 2, 3, 4, 5, 6], dtype=int32)
     """
     ring = bind(axis, takes=())
-    given: Any = None if isinstance(offset, bool) else offset
+    number: Any = None if isinstance(offset, bool) else offset
     try:
-        places = operator.index(given)
+        places = operator.index(number)
     except TypeError:
         raise type_error(
             f"offset must be an integer known while tracing, got {offset!r} of type "
@@ -116,9 +116,9 @@ def all_gather(
     (varied,) = vary_alike(ring.names, leaves)
     from jaxpar.axis.scale_blocks import are_whole, told_blocks
 
-    def gather(x: Block, given: Block, exact: bool) -> Whole:
+    def gather(x: Block, leaf: Block, exact: bool) -> Whole:
         along = check_dim("dim", dim, x.shape, stacked=not tiled)
-        if tiled and exact and are_whole(given, along, ring):
+        if tiled and exact and are_whole(leaf, along, ring):
             return x
         over = replace(ring, wire_dtype=summed_as(ring.wire_dtype, x.dtype)) if exact else ring
         way = _way("all-gather", over, x)

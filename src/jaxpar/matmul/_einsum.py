@@ -68,8 +68,8 @@ class EinsumOptions:
         )
         way, back = choose_ways(problem)
         underived, _ = choose_ways(replace(problem, backward=()))  # no derivative
-        how = label, self.arithmetic, self.recomputed, low_bit, travels
-        method = RingEinsum(way, back, underived, *how)
+        rest = label, self.arithmetic, self.recomputed, low_bit, travels
+        method = RingEinsum(way, back, underived, *rest)
         length = forward[0].length // self.ring.size
         if forward[0].kind != "gather" or method.left_to_jax or way.kept(length) is None:
             return method
@@ -135,10 +135,10 @@ def gather(
 
         are_whole(left.scales, dim, ring, refused=True)
     left, rights = vary_alike(ring.names, left, rights)
-    if (how := ring.low_bit(left.dtype)) is not None:
+    if (wire := ring.low_bit(left.dtype)) is not None:
         from jaxpar.axis.rounding import straight_through
 
-        left = straight_through(how, left, dim)
+        left = straight_through(wire, left, dim)
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), bits_of(rights[0].dtype)
     sent = bits_of(left.values.dtype) if low_bit else width  # bits of one number in transfer

@@ -237,8 +237,8 @@ def collective_einsum(
       >>> x, w = jnp.arange(128.0).reshape(2, 16, 4), jnp.arange(96.0).reshape(4, 8, 3)
       >>> np.testing.assert_array_equal(f(x, w), jnp.einsum("bsd,dhe->bhse", x, w))
     """
-    for argument, given in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
-        _check_text(argument, given)
+    for argument, text in (("subscripts", subscripts), ("gather", gather), ("scatter", scatter)):
+        _check_text(argument, text)
     labels = parse_labels(subscripts)
     ring = bind(
         axis, mode=mode, wire_dtype=wire_dtype, takes=OPTIONS if scatter is None else OF_MATMULS
@@ -269,8 +269,8 @@ def collective_einsum(
 
 
 def _as_operands(rhs: Weights) -> tuple[MaybeQuantized, ...]:
-    given: Any = rhs
-    if isinstance(given, list):
+    passed: Any = rhs
+    if isinstance(passed, list):
         raise type_error("rhs is a list; pass one array, or a tuple of weights")
     if isinstance(rhs, tuple) and not rhs:
         raise value_error("rhs is an empty tuple; give at least one weight")
@@ -284,8 +284,8 @@ def _no_shared_gather(why: str) -> str:
     )
 
 
-def _check_text(argument: str, given: Any) -> None:
-    if given is not None and not isinstance(given, str):
+def _check_text(argument: str, text: Any) -> None:
+    if text is not None and not isinstance(text, str):
         raise type_error(
-            f"{argument} must be a string of labels, got {given!r} of type {type(given).__name__}"
+            f"{argument} must be a string of labels, got {text!r} of type {type(text).__name__}"
         )

@@ -43,11 +43,11 @@ class Arithmetic:
     precision: Any
 
 
-def dtype_of_products(given: Any, preferred: Any, wire: Any) -> Any:
+def dtype_of_products(dtype: Any, preferred: Any, wire: Any) -> Any:
     if preferred is not None:
-        check_holds("preferred_element_type", preferred, given, "products")
-    check_wire(wire, sum_dtype(given) if preferred is None else preferred)
-    return result_dtype(given) if preferred is None else preferred
+        check_holds("preferred_element_type", preferred, dtype, "products")
+    check_wire(wire, sum_dtype(dtype) if preferred is None else preferred)
+    return result_dtype(dtype) if preferred is None else preferred
 
 
 def multiply(
@@ -60,13 +60,13 @@ def multiply(
     """Multiplies in `dtype`, by default in that of partial sums."""
     if isinstance(left, Quantized):
         return _multiply_quantized(arithmetic, product, left, right, dtype)
-    given = common_dtype(left.dtype, right.dtype)  # cotangents may be wider than their partners
+    common = common_dtype(left.dtype, right.dtype)  # cotangents may be wider than their partners
     sums = partial_dtype(arithmetic, left, right)
     dtype = sums if dtype is None else dtype
     # A matmul always sums 16-bit numbers in float32. If the matmul itself rounds the result, its
     # derivative has 16-bit operands. With a cast, it would have float32 ones: slow on GPUs.
-    rounds = dtype == given and dtype.itemsize == 2
-    read = NARROW.get(given, (0, given))[1]  # for CPUs and GPUs; TPUs' compiler undoes the cast
+    rounds = dtype == common and dtype.itemsize == 2
+    read = NARROW.get(common, (0, common))[1]  # for CPUs and GPUs; TPUs' compiler undoes the cast
     out = jnp.einsum(
         f"{product.left},{product.right}->{product.out}",
         left.astype(read),
@@ -81,12 +81,12 @@ def _multiply_quantized(
     arithmetic: Arithmetic, product: Product, left: Quantized, right: Right, dtype: Any
 ) -> Out:
     """Scales the sums if each has one scale, otherwise the operand."""
-    given = right.dtype
+    partner = right.dtype
     sums = partial_dtype(arithmetic, right, right)  # int8 values are summed in the partner's
     scaled = [name for name, n in zip(product.left, left.scales.shape, strict=True) if n > 1]
     if sums.itemsize < 4 or not set(scaled) <= set(product.out):
-        return multiply(arithmetic, product, read_as(left, given), right, dtype)
-    out = multiply(arithmetic, product, left.values.astype(given), right)  # unscaled
+        return multiply(arithmetic, product, read_as(left, partner), right, dtype)
+    out = multiply(arithmetic, product, left.values.astype(partner), right)  # unscaled
     kept = [name for name in product.left if name in product.out]
     within = tuple(
         n if name in scaled else 1 for name, n in zip(product.left, left.shape, strict=True)

@@ -38,8 +38,8 @@ class RingEinsum:
     @property
     def left_to_jax(self) -> bool:
         """Returns whether JAX derives it and saves the gathered operand."""
-        own = self.low_bit or self.travels is not None
-        return self.way.derived_by_jax and self.way == self.backward and not own
+        special = self.low_bit or self.travels is not None
+        return self.way.derived_by_jax and self.way == self.backward and not special
 
     def sent(self, left: Any) -> Any:
         return left if self.travels is None else left.astype(self.travels)

@@ -207,8 +207,8 @@ def _scatter_bwd(method: RingEinsum, products: tuple[Product, ...], residuals: A
     if method.low_bit:
         from jaxpar.axis.rounding import straight_through
 
-        how = method.way.ring.low_bit_cotangents(ct.dtype)
-        ct = straight_through(how, ct, products[0].out.index(method.label))
+        wire = method.way.ring.low_bit_cotangents(ct.dtype)
+        ct = straight_through(wire, ct, products[0].out.index(method.label))
     grads: Any = gather_einsum(method, gradients, ct, partners)
     return (tuple(zip(grads[::2], grads[1::2], strict=True)),)  # (left, right) of each
 

@@ -140,9 +140,9 @@ def _by_kept(
 ) -> Any:
     """Returns gradients; those of right operands need no transfer."""
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
-    own = left.values if isinstance(left, Quantized) else method.sent(left)
+    local = left.values if isinstance(left, Quantized) else method.sent(left)
     places, own_first = _kept(method, products, left)
-    blocks = zip([own, *kept.blocks] if own_first else kept.blocks, places, strict=True)
+    blocks = zip([local, *kept.blocks] if own_first else kept.blocks, places, strict=True)
     tasks = partial(tasks_of, method, for_rights, list(blocks), kept.scales, cts)
     back = method.derivative()
     if isinstance(left, Quantized) and left.exact is None:

@@ -31,9 +31,9 @@ def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
     squares = [
         tuple(int(x) for x in (grid[at], *corner))
         for at in np.ndindex(*sizes)
-        for one in range(len(sizes))
-        for other in range(one)
-        for corner in [_corner(grid, at, one, other)]
+        for first in range(len(sizes))
+        for second in range(first)
+        for corner in [_corner(grid, at, first, second)]
     ]
     counts = [_count(links) for links in factors]
     for _ in range(60 * len(squares)):
@@ -56,7 +56,7 @@ def _exchanged(sizes: tuple[int, ...], random: Random) -> list[_Links] | None:
 
 
 def _corner(
-    grid: Int[np.ndarray, "..."], at: tuple[int, ...], one: int, other: int
+    grid: Int[np.ndarray, "..."], at: tuple[int, ...], first: int, second: int
 ) -> tuple[int, int, int]:
     """Returns the next devices along two dimensions, between them the next to both."""
 
@@ -66,7 +66,7 @@ def _corner(
         ]
         return int(grid[tuple(place)])
 
-    return moved(one), moved(one, other), moved(other)
+    return moved(first), moved(first, second), moved(second)
 
 
 def _flip(first: _Links, second: _Links, a: int, b: int, c: int, d: int) -> None:
@@ -96,9 +96,9 @@ def _walk(links: _Links) -> tuple[int, ...]:
 
 
 def _around(links: _Links, start: int) -> list[int]:
-    found, before, here = [start], start, min(links[start])
+    cycle, before, here = [start], start, min(links[start])
     while here != start:
-        found.append(here)
-        one, other = links[here]
-        before, here = here, other if one == before else one
-    return found
+        cycle.append(here)
+        left, right = links[here]
+        before, here = here, right if left == before else left
+    return cycle

@@ -306,13 +306,13 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
 
 def _parse_axes(axes: MeshAxes) -> dict[str, int]:
     if not isinstance(axes, str):
-        given: Any = axes
-        if not isinstance(given, Mapping):
+        mapping: Any = axes
+        if not isinstance(mapping, Mapping):
             raise type_error(
                 f"axes must be text such as 'dp=2,tp=4' or a mapping of names to sizes, "
-                f"got {given!r}"
+                f"got {mapping!r}"
             )
-        wrong = {k: v for k, v in given.items() if not isinstance(k, str) or type(v) is not int}
+        wrong = {k: v for k, v in mapping.items() if not isinstance(k, str) or type(v) is not int}
         if wrong:
             raise type_error(f"axes must map names to whole numbers, got {wrong}")
         return dict(axes)

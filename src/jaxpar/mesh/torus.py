@@ -136,15 +136,15 @@ class _TileSearch:
         # A closed walk through several chips needs one link for each.
         sums = (n // cores if n > cores else 0 for n in (shape[axis] for axis in self.axes))
         self.least = [(0, 1, total) for total in sums]
-        self.found: tuple[_Key, _Tiles] | None = None
+        self.chosen: tuple[_Key, _Tiles] | None = None
 
     def best(self, dims: tuple[_Dim, ...]) -> _Tiles:
         # Try all orders of nesting. One that helps an earlier axis must not cost a later one.
         orders = permutations(self.axes) if len(self.axes) < 5 else [tuple(self.axes)]
         for order in orders:
             self._nest(order, dims, self.least, {})
-        assert self.found is not None
-        return self.found[1]
+        assert self.chosen is not None
+        return self.chosen[1]
 
     def _nest(
         self,
@@ -154,10 +154,10 @@ class _TileSearch:
         tiles: _Tiles,
     ) -> None:
         key = tuple(zip(*scores, strict=True))
-        if self.found and (key >= self.found[0] or self.looked_at >= _MOST_TILES):
+        if self.chosen and (key >= self.chosen[0] or self.looked_at >= _MOST_TILES):
             return
         if not order:
-            self.found = key, tiles
+            self.chosen = key, tiles
             return
         axis, *inside = order
         place = self.axes.index(axis)

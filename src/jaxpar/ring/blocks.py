@@ -139,13 +139,13 @@ def _gather_group(
     def place(wholes: list[Any] | None, arrivals: Arrivals) -> list[Any]:
         wholes = [None] * len(parts) if wholes is None else wholes
         for block, positions, taken in arrivals:
-            found = [
+            members = [
                 part if of is None else of.read(part, at)
                 for part, of, at in zip(group.split(block), read, taken, strict=True)
             ]
             wholes = [
                 positions.place(whole, part, group.dim, size)
-                for whole, part, size in zip(wholes, found, sizes, strict=True)
+                for whole, part, size in zip(wholes, members, sizes, strict=True)
             ]
         return wholes
 

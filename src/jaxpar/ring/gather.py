@@ -66,7 +66,7 @@ class Gather:
         if not earlier:
             # Shares are cut from the arrays that the order passes on, which may wait for others.
             return self._past(
-                last, index, [block], lambda own, n: share_of(own[0], n), at, beside, use, kept
+                last, index, [block], lambda xs, n: share_of(xs[0], n), at, beside, use, kept
             )
         parts = [share_of(block, n) for n in range(len(self.cuts))]
         for phase in earlier:
@@ -121,14 +121,14 @@ class Gather:
         self,
         phase: Phase,
         index: Index,
-        own: list[Any],
+        local: list[Any],
         share_of: Callable[[list[Any], int], Any],
         at: At,
         beside: Ordering,
         use: Use,
         kept: list[Any] | None,
     ) -> Any:
-        """Runs a phase. `own` is the local block, or its shares."""
+        """Runs a phase. `local` is the local block, or its shares."""
         ways = len(self.directions)
 
         # `blocks` are the arrivals, one for each hop of the step, in the order of its hops: both
@@ -140,7 +140,7 @@ class Gather:
                 blocks = [
                     jax.tree.map(
                         lambda x, *xs: join_halves(xs, x),
-                        share_of(own, number),
+                        share_of(local, number),
                         *blocks[number * ways : (number + 1) * ways],
                     )
                     for number in range(len(phase.rings))
@@ -164,8 +164,8 @@ class Gather:
                 if not known or known[0] is not index:
                     of_all = [self._place(index, phase, t, at, hop, share) for hop, share in come]
                     known[:] = index, of_all
-                found: list[Positions] = known[1]
-                return found
+                positions: list[Positions] = known[1]
+                return positions
 
             def take_all(index: Index) -> list[Any]:
                 return [use.take(positions) for positions in places(index)]
@@ -184,14 +184,14 @@ class Gather:
                 alike = None
             return beside(index, blocks, send, Work(take_all, compute, use.sums, alike))
 
-        _, carry, _ = run(self.steps(phase), (index, None, own), step)
+        _, carry, _ = run(self.steps(phase), (index, None, local), step)
         return carry
 
     def _arrivals(self, t: Step, phase: Phase) -> list[tuple[Hop | None, int | None]]:
         """Returns each arriving block's hop (None: local) and share."""
         if not t.hops:
-            own = [None] if len(self.phases) == 1 else range(len(phase.rings))
-            return [(None, share) for share in own]
+            shares = [None] if len(self.phases) == 1 else range(len(phase.rings))
+            return [(None, share) for share in shares]
         hops = t.hops[:: len(self.directions)] if t.hops[0].half is not None else t.hops
         return [(hop, hop.ring) for hop in hops]
 

@@ -70,8 +70,8 @@ class Hierarchical(Stepwise):
 
 
 def along_dimensions(way: Stepwise, sides: tuple[int, ...]) -> Hierarchical:
-    how = way.ring, way.directions, way.order, way.whole_opposite, way.rings
-    return Hierarchical(*how, sides=sides, blocks=True, sums=True)
+    rest = way.ring, way.directions, way.order, way.whole_opposite, way.rings
+    return Hierarchical(*rest, sides=sides, blocks=True, sums=True)
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def time_of_sums(
     for _ in sides[1:]:
         sent /= side
         # With more shares, fewer are whole tiles.
-        one = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
-        adds = made * one
+        addition = 1.5 * copy_time(chip, sent) + (shares - 1) * fitted.piece
+        adds = made * addition
         seconds += max(adds, (side - 1) * hop(sent)) + hop(sent)
     # Columns of the blocks of a slab lie apart.
     return seconds + flow.minor / (SCATTERED_SHARE * chip.hbm)

@@ -90,8 +90,8 @@ class Naive(Way):
         carry = None
         if dim is not None:
             for start, size, positions in self._parts(jax.tree.leaves(block)[0].shape[dim]):
-                own = Span(start, size)
-                part = jax.tree.map(lambda x, own=own: self._gathered(own.cut(x, dim), dim), block)
+                at = Span(start, size)
+                part = jax.tree.map(lambda x, at=at: self._gathered(at.cut(x, dim), dim), block)
                 if kept is not None:
                     kept.append(part)
                 carry = use.consume(carry, [(part, positions, use.take(positions))])
@@ -149,10 +149,10 @@ class Naive(Way):
         return jnp.sum(read_as(wide, wide.scales.dtype), axis=0)
 
     @in_scope
-    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
-        carry, own = steps.end(*steps.begin(carry, own))
+    def circulate(self, block: Any, carry: Any, local: Any, steps: Round) -> tuple[Any, Any]:
+        carry, local = steps.end(*steps.begin(carry, local))
         if self.ring.size == 1:
-            return carry, own
+            return carry, local
 
         def put(sums: Any, made: Any, owner: Index) -> Any:
             return jax.tree.map(
@@ -166,8 +166,8 @@ class Naive(Way):
             return carry, put(sums, made, owner)
 
         # [n, ...]: this device's share of the sums of each owner.
-        sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), own)
-        sums = put(vary_over(varying_axes(own), sums), own, self.ring.index())
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(self.ring.size, *x.shape)), local)
+        sums = put(vary_over(varying_axes(local), sums), local, self.ring.index())
         carry, sums = self._visit(block, consume, take_nothing, (carry, sums))
         axes = self.ring.names
         return carry, jax.tree.map(

@@ -118,8 +118,8 @@ class Scatter:
             index, leaving, came, done = state
             result: Any = done
             if place and not t.hops and not t.piece:  # this device's first piece starts the block
-                some = next(iter(came.values()))
-                result = empty_result(read_as(some, self.dtype), self.dim, self.length)
+                arrived = next(iter(came.values()))
+                result = empty_result(read_as(arrived, self.dtype), self.dim, self.length)
 
             def compute(_: Array, leaving: Sums, taken: list[Any]) -> Any:
                 sums = add([produce(x) for x in taken], came, t)

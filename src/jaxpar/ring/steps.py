@@ -43,8 +43,8 @@ class Step:
     awaited: bool = True
 
     def __repr__(self) -> str:
-        given = [f for f in fields(self)[1:] if getattr(self, f.name) != f.default]
-        shown = [f"{f.name}={_shown(getattr(self, f.name))}" for f in given]
+        changed = [f for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        shown = [f"{f.name}={_shown(getattr(self, f.name))}" for f in changed]
         return f"Step({', '.join([str(self.distance), *shown])})"
 
 

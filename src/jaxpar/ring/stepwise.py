@@ -183,7 +183,7 @@ class Stepwise(Way):
         return scatter.run(phases, self.ring.index(), beside, take, produce), spare.carry
 
     @in_scope
-    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
+    def circulate(self, block: Any, carry: Any, local: Any, steps: Round) -> tuple[Any, Any]:
         (begin, visit, end, split, join, summed), rings = steps, len(self.rings or [self.ring])
         if self.reach is not None:
             parts, join = [block] * len(self.directions), _added
@@ -216,12 +216,12 @@ class Stepwise(Way):
             work = Work(lambda _: (), on, as_it_is, like)
             return self.order.beside(index, leaving, partial(send, t=t), work)
 
-        def at_home(state: Any, t: Step, share: Any, own: Any) -> Any:
+        def at_home(state: Any, t: Step, share: Any, local: Any) -> Any:
             carry = state[1]
-            index, (carry, own), arrived = beside(
-                state, t, lambda *_: share(carry, own), lambda: (carry, own)
+            index, (carry, local), arrived = beside(
+                state, t, lambda *_: share(carry, local), lambda: (carry, local)
             )
-            return (index, carry, *arrived), own
+            return (index, carry, *arrived), local
 
         def step(state: Any, t: Step) -> Any:
             _, carry, parts, _ = state
@@ -231,21 +231,21 @@ class Stepwise(Way):
                 return visit(carry, list(zip(parts, owners, strict=True)))
 
             def like() -> Any:
-                return carry, [of_types(own, summed(part)) for part in parts]
+                return carry, [of_types(local, summed(part)) for part in parts]
 
             index, (carry, made), (parts, sums) = beside(state, t, compute, like)
             if sums:  # added here, not in `visit`: its matmuls would wait for sums under way
                 made = jax.tree.map(lambda x, y: x + y.astype(x.dtype), made, sums)
             return index, carry, parts, made
 
-        state, own = at_home((self.ring.index(), carry, parts, []), first, begin, own)
+        state, local = at_home((self.ring.index(), carry, parts, []), first, begin, local)
         # Across a cube each distance has its own neighbour, so that steps are unrolled.
         unrolled = None if self._crosses_a_cube else UNROLLED_CIRCULATING
         state = run(between, state, step, unrolled=unrolled)
-        (_, carry, _, sums), own = at_home(state, last, end, own)
+        (_, carry, _, sums), local = at_home(state, last, end, local)
         if sums:
-            own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, join(sums))
-        return carry, own
+            local = jax.tree.map(lambda x, y: x + y.astype(x.dtype), local, join(sums))
+        return carry, local
 
     def _steps_time(self, problem: Problem, flow: Flow, beside: float = 0.0) -> float:
         chip, size = problem.figures, self.ring.size

@@ -85,10 +85,10 @@ class Use(NamedTuple):
 class Round(NamedTuple):
     """How a device uses visiting blocks, and adds to their sums."""
 
-    # maps `(carry, own)` to both: the first step's work on the local block
+    # maps `(carry, local)` to both: the first step's work on the local block
     begin: Callable[[Any, Any], tuple[Any, Any]]
     # maps `(carry, visits)` to the carry, and this device's share of the visitors' sums in the
-    # dtypes of `own`
+    # dtypes of `local`
     visit: Callable[[Any, Visits], tuple[Any, list[Any]]]
     end: Callable[[Any, Any], tuple[Any, Any]]  # like `begin`, in the last step
     split: Split  # splits a block into at most so many parts
@@ -187,11 +187,11 @@ class Way:
         """Returns a matmul's result in this algorithm's form."""
         return forms.in_blocks()
 
-    def circulate(self, block: Any, carry: Any, own: Any, steps: Round) -> tuple[Any, Any]:
+    def circulate(self, block: Any, carry: Any, local: Any, steps: Round) -> tuple[Any, Any]:
         """Takes every block to all devices, and sums what they add for its owner.
 
-        `carry` stays here. `own` is zeros like `summed(block)`. Returns the carry, and the sums for
-        the local block.
+        `carry` stays here. `local` is zeros like `summed(block)`. Returns the carry, and the
+        sums for the local block.
         """
         raise NotImplementedError
 
@@ -199,9 +199,9 @@ class Way:
         return x.astype(self.ring.wire(dtype))
 
     def _quantized(self, x: Any, dim: int, dtype: DTypeLike) -> Any:
-        how = self.ring.low_bit_sums(dtype)
-        if how is not None:
+        low_bit = self.ring.low_bit_sums(dtype)
+        if low_bit is not None:
             from jaxpar.axis.rounding import encoded
 
-            x = encoded(how, x, dim)  # the block is now two arrays: values and scales
+            x = encoded(low_bit, x, dim)  # the block is now two arrays: values and scales
         return x if isinstance(x, Quantized) else self._wire(x, dtype)

@@ -70,11 +70,11 @@ class KindOfWork(NamedTuple):
     def classes(self) -> list[Class]:
         """Returns the classes that hold it, the widest first."""
         way = "computes" if self.computes else "sends"
-        own, size = (self.chip, self.kind), "large" if self.is_large else "small"
+        of_chip, size = (self.chip, self.kind), "large" if self.is_large else "small"
         platform = self.platform
         if self.kind == WHOLE:
-            return [(platform, WHOLE), own]
-        return [(platform,), (platform, way), (platform, way, self.kind), own, (*own, size)]
+            return [(platform, WHOLE), of_chip]
+        return [(platform,), (platform, way), (platform, way, self.kind), of_chip, (*of_chip, size)]
 
     def __str__(self) -> str:
         where = next((end for end in _ALL_ENDINGS if self.kind.endswith(end)), "")
@@ -107,11 +107,11 @@ class Interval:
 def interval_of(work: KindOfWork) -> Interval | None:
     """Returns the interval of a class, or None without measurements of its kind."""
     table = _intervals()
-    *_, kind, _, own = work.classes
+    *_, kind, _, of_chip = work.classes
     if kind not in table or table[kind].rows < FEWEST:
         return None
-    nearest = next(table[one] for one in reversed(work.classes) if one in table)
-    rows = table[own].rows if own in table else 0
+    nearest = next(table[key] for key in reversed(work.classes) if key in table)
+    rows = table[of_chip].rows if of_chip in table else 0
     return Interval(nearest.low, nearest.high, rows, table[kind].rows - rows)
 
 
@@ -139,7 +139,7 @@ def total_of(played: Timeline, target: Target) -> Interval | None:
 def of_steps(chip: str) -> Interval | None:
     """Returns the interval of published steps of a chip, or of its platform."""
     classes = reversed(KindOfWork(chip, WHOLE, True).classes)
-    return next((known for one in classes if (known := _intervals().get(one))), None)
+    return next((known for key in classes if (known := _intervals().get(key))), None)
 
 
 def of_parts(played: Timeline, target: Target) -> Interval | None:
@@ -156,10 +156,10 @@ def of_parts(played: Timeline, target: Target) -> Interval | None:
     shares = {work: part / sum(parts.values()) for work, part in parts.items() if known[work]}
     middle = wide = 0.0
     for work, share in shares.items():
-        one = known[work]
-        assert one is not None
-        middle += share * (one.low + one.high) / 2
-        wide = hypot(wide, share * (one.high - one.low) / 2)
+        interval = known[work]
+        assert interval is not None
+        middle += share * (interval.low + interval.high) / 2
+        wide = hypot(wide, share * (interval.high - interval.low) / 2)
     return Interval(middle - wide, middle + wide)
 
 
@@ -230,4 +230,4 @@ def _kind(event: Event) -> str:
 def _intervals() -> Mapping[Class, Interval]:
     """Returns what `benchmarks/accuracy` last made."""
     table = json.loads(files("jaxpar.tools.accuracy").joinpath("intervals.json").read_text())
-    return {tuple(one["of"]): Interval(one["low"], one["high"], one["rows"]) for one in table}
+    return {tuple(row["of"]): Interval(row["low"], row["high"], row["rows"]) for row in table}

@@ -115,18 +115,18 @@ class Measurement:
         return compile_for(mapped, described, *args, compiler_options=self.options, cache=cache)
 
 
-def _local(one: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int, ...]], bool]:
+def _local(measured: Measurement, n: int) -> tuple[Callable[..., Any], list[tuple[int, ...]], bool]:
     """Returns function, operands' shapes, and whether devices share."""
-    axes = one.axes
-    if one.op in _POINTWISE:
-        operands = [_matrix(prod(one.shape), 1)] * (2 if one.op == "add" else 1)
-        return _POINTWISE[one.op], operands, True
-    if one.op in _COLLECTIVES:
-        rows = n if one.op in ("all_to_all", "reduce_scatter") else 1
-        shape = one.shape if len(one.shape) > 1 else _matrix(prod(one.shape), rows)
-        return lambda x: _COLLECTIVES[one.op](x, axes, n), [shape], False
-    m, k, columns = one.shape
-    match one.op:
+    axes = measured.axes
+    if measured.op in _POINTWISE:
+        operands = [_matrix(prod(measured.shape), 1)] * (2 if measured.op == "add" else 1)
+        return _POINTWISE[measured.op], operands, True
+    if measured.op in _COLLECTIVES:
+        rows = n if measured.op in ("all_to_all", "reduce_scatter") else 1
+        shape = measured.shape if len(measured.shape) > 1 else _matrix(prod(measured.shape), rows)
+        return lambda x: _COLLECTIVES[measured.op](x, axes, n), [shape], False
+    m, k, columns = measured.shape
+    match measured.op:
         case "matmul":
             return jnp.matmul, [(m, k), (k, columns)], True
         case "all_gather_matmul":
@@ -144,8 +144,8 @@ def _repeated(function: Callable[..., Any], times: int) -> Callable[..., Any]:
     # Without the barrier the compiler would compute one number.
     def trip(number: Any, operands: tuple[Any, ...]) -> Any:
         first, *others = operands
-        found = lax.optimization_barrier(function(first + number.astype(first.dtype), *others))
-        return found[(0,) * found.ndim].astype(jnp.float32)
+        array = lax.optimization_barrier(function(first + number.astype(first.dtype), *others))
+        return array[(0,) * array.ndim].astype(jnp.float32)
 
     def run(*operands: Any) -> Any:
         return lax.fori_loop(
@@ -167,21 +167,21 @@ def _matrix(size: int, rows: int) -> tuple[int, ...]:
 
 @cache
 def measurements() -> tuple[Measurement, ...]:
-    found = json.loads(files("jaxpar.tools.accuracy").joinpath("measurements.json").read_text())
+    table = json.loads(files("jaxpar.tools.accuracy").joinpath("measurements.json").read_text())
     return tuple(
         Measurement(
-            name=one["name"],
-            kind=one["kind"],
-            target=one["target"],
-            mesh=one["mesh"],
-            op=one["op"],
-            axes=tuple(one["axes"]),
-            shape=tuple(one["shape"]),
-            dtype=one["dtype"],
-            seconds=one["microseconds"] * 1e-6,
-            source=found["sources"][one["source"]],
-            options=one.get("options", {}),
-            times=one.get("times", 1),
+            name=row["name"],
+            kind=row["kind"],
+            target=row["target"],
+            mesh=row["mesh"],
+            op=row["op"],
+            axes=tuple(row["axes"]),
+            shape=tuple(row["shape"]),
+            dtype=row["dtype"],
+            seconds=row["microseconds"] * 1e-6,
+            source=table["sources"][row["source"]],
+            options=row.get("options", {}),
+            times=row.get("times", 1),
         )
-        for one in found["measurements"]
+        for row in table["measurements"]
     )

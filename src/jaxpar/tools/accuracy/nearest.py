@@ -31,10 +31,10 @@ class Wanted:
         return 2.0 * m * k * n
 
 
-def is_sending(one: Wanted | Measurement, chip: Chip) -> bool:
+def is_sending(work: Wanted | Measurement, chip: Chip) -> bool:
     links = 2 if chip.torus else 1
-    width = jnp.dtype(one.dtype).itemsize
-    return one.sent_bytes / (links * chip.link) > one.flops * width / (2 * chip.flops)
+    width = jnp.dtype(work.dtype).itemsize
+    return work.sent_bytes / (links * chip.link) > work.flops * width / (2 * chip.flops)
 
 
 def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
@@ -44,23 +44,23 @@ def nearest(wanted: Wanted, chip: Chip) -> Measurement | None:
     number of devices.
     """
     sends = is_sending(wanted, chip)
-    rows = [one for one in measurements() if one.kind_of_chip == chip.kind]
+    rows = [row for row in measurements() if row.kind_of_chip == chip.kind]
     for kind in wanted.kinds:
-        fitting = [one for one in rows if one.kind == kind and is_sending(one, chip) == sends]
+        fitting = [row for row in rows if row.kind == kind and is_sending(row, chip) == sends]
         if fitting:
-            return min(fitting, key=lambda one: _distance(wanted, one))
+            return min(fitting, key=lambda row: _distance(wanted, row))
     return None
 
 
-def _distance(wanted: Wanted, one: Measurement) -> tuple[bool, float]:
+def _distance(wanted: Wanted, row: Measurement) -> tuple[bool, float]:
     """Returns whether widths differ, and sizes' distance."""
-    if not one.flops:
-        ours, theirs = (wanted.group, wanted.sent_bytes), (one.group, one.sent_bytes)
+    if not row.flops:
+        ours, theirs = (wanted.group, wanted.sent_bytes), (row.group, row.sent_bytes)
         return False, _apart(ours, theirs)
-    differs = jnp.dtype(one.dtype).itemsize != jnp.dtype(wanted.dtype).itemsize
-    if not one.sent_bytes:
-        return differs, _apart(wanted.sizes, one.shape)
-    return differs, _apart((wanted.group, *wanted.sizes), (one.group, *one.shape))
+    differs = jnp.dtype(row.dtype).itemsize != jnp.dtype(wanted.dtype).itemsize
+    if not row.sent_bytes:
+        return differs, _apart(wanted.sizes, row.shape)
+    return differs, _apart((wanted.group, *wanted.sizes), (row.group, *row.shape))
 
 
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

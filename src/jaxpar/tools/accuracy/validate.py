@@ -50,37 +50,37 @@ class Held:
         return self.interval is not None and self.interval[0] <= self.error <= self.interval[1]
 
 
-def validate(one: Measurement, cache: str | Path | None) -> Held | str:
+def validate(measured: Measurement, cache: str | Path | None) -> Held | str:
     try:
-        program = one.compile(cache)
+        program = measured.compile(cache)
     except Exception as reason:  # each compiler has its own errors
         return f"{type(reason).__name__}: {reason}".partition("\n")[0]
     chip = program.target.chip
-    assert chip is not None, one.target
+    assert chip is not None, measured.target
     played = timeline(program)
     slow = not chip.torus and any(event.slow for event in played.events)
-    held = Held(one, chip.kind, seconds_of(one, played), slow=slow)
+    held = Held(measured, chip.kind, seconds_of(measured, played), slow=slow)
     known = interval_of(held.work) if held.is_one else total_of(played, program.target)
     return held if known is None else replace(held, interval=(known.low, known.high))
 
 
-def seconds_of(one: Measurement, played: Timeline) -> float:
+def seconds_of(measured: Measurement, played: Timeline) -> float:
     # The copy of a collective's result does not count.
-    is_transfer = one.kind.removesuffix(BETWEEN_SLICES) in ONE_TRANSFER
-    return (played.transfer if is_transfer else played.total) / one.times
+    is_transfer = measured.kind.removesuffix(BETWEEN_SLICES) in ONE_TRANSFER
+    return (played.transfer if is_transfer else played.total) / measured.times
 
 
-def table(found: Iterable[Held]) -> list[list[str]]:
+def table(compared: Iterable[Held]) -> list[list[str]]:
     shown: list[list[str]] = []
     rows: dict[tuple[str, str, bool], list[Held]] = defaultdict(list)
-    for one in found:
-        rows[one.work].append(one)
+    for row in compared:
+        rows[row.work].append(row)
     for (chip, kind, is_large), held in sorted(rows.items()):
-        errors = sorted(abs(one.error) for one in held if one.measured.is_held_out)
+        errors = sorted(abs(row.error) for row in held if row.measured.is_held_out)
         numbers = [f"{median(errors):.0%}", f"{errors[-1]:.0%}"] if errors else ["-", "-"]
         known = held[0].interval
         ends = [f"{end:+.0%}" for end in known] if known else ["-", "-"]
-        inside = f"{sum(one.is_inside for one in held)} of {len(held)}" if known else "-"
+        inside = f"{sum(row.is_inside for row in held)} of {len(held)}" if known else "-"
         size = "large" if is_large else "small"
         count = [str(len(held)), str(len(errors))]
         shown.append([chip, kind, size, *count, *numbers, *ends, inside])

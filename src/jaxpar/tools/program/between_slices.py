@@ -19,9 +19,9 @@ def is_between_slices(i: Instruction) -> bool:
 
 def sends_of(hlo: Hlo) -> dict[str, Instruction]:
     """Returns the send of each transfer, by the channel of its receive."""
-    found = [i for one in hlo.computations.values() for i in one.instructions]
-    sends = {name_of(i): i for i in found if i.opcode == "send" and is_between_slices(i)}
-    receives = [i for i in found if i.opcode == "recv" and is_between_slices(i)]
+    instructions = [i for body in hlo.computations.values() for i in body.instructions]
+    sends = {name_of(i): i for i in instructions if i.opcode == "send" and is_between_slices(i)}
+    receives = [i for i in instructions if i.opcode == "recv" and is_between_slices(i)]
     return {channel_of(i): sends[name_of(i)] for i in receives if name_of(i) in sends}
 
 
@@ -37,9 +37,9 @@ def channel_of(i: Instruction) -> str:
 def message_of_send(send: Instruction) -> Message:
     kind = send.after('_xla_megascale_transfer_type="')
     payload = float(send.operands[0].bytes)
-    found = _TARGETS.search(send.attributes)
-    listed = re.findall(r"\{([0-9,\->]+)\}", found.group(1)) if found else []
-    numbers = [integers(one) for one in listed]
+    match = _TARGETS.search(send.attributes)
+    listed = re.findall(r"\{([0-9,\->]+)\}", match.group(1)) if match else []
+    numbers = [integers(text) for text in listed]
     if kind == _PERMUTE:
         pairs = tuple((source, target) for source, target in numbers)
         return Message("collective-permute", payload, pairs=pairs, between_slices=True)

@@ -41,9 +41,9 @@ def opened(jaxpr: Any) -> tuple[core.Jaxpr, Known]:
 
 def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
     """Returns known variables, also passed-on ones."""
-    found = dict(known)
+    all_known = dict(known)
     for eqn in jaxpr.eqns:
-        asked = [value_of(atom, found) for atom in eqn.invars]
+        asked = [value_of(atom, all_known) for atom in eqn.invars]
         values = [value for value in asked if value is not None]
         if len(values) < len(asked):
             continue
@@ -53,29 +53,29 @@ def learned(jaxpr: core.Jaxpr, known: Known) -> Known:
         elif eqn.primitive.name in ("reshape", "squeeze"):
             results = [values[0].reshape(_shape(eqn.outvars[0]))]
         elif eqn.primitive.name in ("jit", "pjit"):
-            inner, own = opened(eqn.params["jaxpr"])
-            within = learned(inner, {**own, **dict(zip(inner.invars, values, strict=True))})
+            inner, consts = opened(eqn.params["jaxpr"])
+            within = learned(inner, {**consts, **dict(zip(inner.invars, values, strict=True))})
             results = [value_of(atom, within) for atom in inner.outvars]
         else:
             continue
         pairs = zip(eqn.outvars, results, strict=True)
-        found |= {var: value for var, value in pairs if value is not None}
-    return found
+        all_known |= {var: value for var, value in pairs if value is not None}
+    return all_known
 
 
 def bodies(eqn: core.JaxprEqn, known: Known) -> list[tuple[core.Jaxpr, Known]]:
     leaves = jax.tree.leaves(list(eqn.params.values()))
-    found = [opened(leaf) for leaf in leaves if isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)]
-    return [(inner, {**own, **_handed(eqn, inner, known)}) for inner, own in found]
+    parts = [opened(leaf) for leaf in leaves if isinstance(leaf, core.ClosedJaxpr | core.Jaxpr)]
+    return [(inner, {**consts, **_handed(eqn, inner, known)}) for inner, consts in parts]
 
 
 def _handed(eqn: core.JaxprEqn, inner: core.Jaxpr, known: Known) -> Known:
     """Returns known variables with equal outer shapes."""
     name = eqn.primitive.name
-    given = eqn.invars[1:] if name == "cond" else eqn.invars
-    if name == "while" or len(given) != len(inner.invars):
+    operands = eqn.invars[1:] if name == "cond" else eqn.invars
+    if name == "while" or len(operands) != len(inner.invars):
         return {}
-    pairs = list(zip(given, inner.invars, strict=True))
+    pairs = list(zip(operands, inner.invars, strict=True))
     if name == "scan":
         # Its carry changes. Only the shapes tell which operands are its carry.
         stacked = sum(_shape(outer) != _shape(var) for outer, var in pairs)

@@ -178,8 +178,8 @@ def _product_as_convolution(i: Instruction) -> Matmul | None:
 def _of_window(i: Instruction, key: str, number: int) -> int:
     """Returns a window's entry; of padding, the front."""
     window = i.attributes.partition("window={")[2].partition("}")[0]
-    found = re.search(rf"\b{key}=([-0-9x_]+)", window)
-    return int(found.group(1).split("x")[number].split("_")[0]) if found else int(key != "pad")
+    match = re.search(rf"\b{key}=([-0-9x_]+)", window)
+    return int(match.group(1).split("x")[number].split("_")[0]) if match else int(key != "pad")
 
 
 @lru_cache
@@ -268,10 +268,10 @@ def _ways(i: Instruction) -> tuple[int, int]:
     """
     if rings := i.attributes.count('"phase_rings":'):
         return rings, 2 if '"use_n_dimension_strategy":true' in i.attributes else 1
-    found = re.search(r"(\w*Strategy\w*)\{colors:(\d+) phases:(\d+)", i.attributes)
-    if found is None:
+    match = re.search(r"(\w*Strategy\w*)\{colors:(\d+) phases:(\d+)", i.attributes)
+    if match is None:
         return 0, 1
-    strategy, colors, phases = found.groups()
+    strategy, colors, phases = match.groups()
     if strategy == "StrategyND" and int(phases) > 2:
         return 1, int(phases)
     return int(colors) * (1 if "UniDirection" in strategy else 2), int(phases)

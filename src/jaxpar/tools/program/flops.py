@@ -77,15 +77,15 @@ class Dot:
 
 def dots_of(jaxpr: core.ClosedJaxpr) -> list[Dot]:
     # Shapes are local inside of `shard_map`s.
-    found: list[Dot] = []
+    dots: list[Dot] = []
     for eqn in _named("dot_general", jaxpr.jaxpr):
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         lhs, out = _shapes(eqn)
         k, b = (prod(lhs[dim] for dim in dims) for dims in (contracted, batch))
         m = prod(lhs) // max(1, k * b)
         width = max(var.aval.dtype.itemsize for var in eqn.invars)  # type: ignore[attr-defined]
-        found.append(Dot(m, k, prod(out) // max(1, m * b), width))
-    return found
+        dots.append(Dot(m, k, prod(out) // max(1, m * b), width))
+    return dots
 
 
 def _named(primitive: str, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
@@ -108,11 +108,11 @@ def _shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def kernels_in(jaxpr: core.ClosedJaxpr) -> Kernels:
     """Returns kernels by shapes, without ambiguous shapes."""
-    found: dict[tuple[Shapes, Shapes], set[Kernel]] = {}
+    by_shapes: dict[tuple[Shapes, Shapes], set[Kernel]] = {}
     for eqn, known in _kernels(*opened(jaxpr)):
         shapes = (_all_shapes(eqn.invars), _all_shapes(eqn.outvars))
-        found.setdefault(shapes, set()).add(kernel_of(eqn, known))
-    return {shapes: kernels.pop() for shapes, kernels in found.items() if len(kernels) == 1}
+        by_shapes.setdefault(shapes, set()).add(kernel_of(eqn, known))
+    return {shapes: kernels.pop() for shapes, kernels in by_shapes.items() if len(kernels) == 1}
 
 
 def _kernels(jaxpr: core.Jaxpr, known: Known) -> Iterator[tuple[core.JaxprEqn, Known]]:
@@ -126,5 +126,5 @@ def _kernels(jaxpr: core.Jaxpr, known: Known) -> Iterator[tuple[core.JaxprEqn, K
 
 
 def _all_shapes(atoms: Sequence[core.Var | core.Literal]) -> Shapes:
-    found: list[Any] = [atom.aval for atom in atoms]
-    return tuple(aval.shape for aval in found)
+    avals: list[Any] = [atom.aval for atom in atoms]
+    return tuple(aval.shape for aval in avals)

@@ -63,9 +63,9 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        found = _ARRAY.findall(self.type_text)
+        texts = _ARRAY.findall(self.type_text)
         return tuple(
-            Array(dtype, tuple(integers(shape)), int(memory or 0)) for dtype, shape, memory in found
+            Array(dtype, tuple(integers(shape)), int(memory or 0)) for dtype, shape, memory in texts
         )
 
     @property
@@ -86,8 +86,8 @@ class Instruction:
 
     @cached_property
     def inside(self) -> tuple["Instruction", ...]:
-        found = (i for computation in self.called for i in computation.instructions)
-        return tuple(inner for i in found for inner in (i, *i.inside))
+        outer = (i for computation in self.called for i in computation.instructions)
+        return tuple(inner for i in outer for inner in (i, *i.inside))
 
     def called_as(self, role: str) -> "Computation":
         name = self.after(f"{role}=%")
@@ -95,18 +95,18 @@ class Instruction:
 
     @cached_property
     def cycles(self) -> int | None:
-        found = self.number("estimated_cycles")
-        return None if found is None else int(found)
+        cycles = self.number("estimated_cycles")
+        return None if cycles is None else int(cycles)
 
     @property
     def op_name(self) -> str:
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @cached_property
     def target(self) -> str:
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def is_synchronous(self) -> bool:
@@ -119,13 +119,13 @@ class Instruction:
         return word.group().rstrip(",") if word else ""
 
     def number(self, key: str) -> str | None:
-        found = re.search(rf'"{key}":"?(-?[0-9]+)', self.attributes)
-        return found.group(1) if found else None
+        match = re.search(rf'"{key}":"?(-?[0-9]+)', self.attributes)
+        return match.group(1) if match else None
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        found = re.search(r"source_target_pairs=\{([0-9,{}]*)\}", self.attributes)
-        numbers = integers(found.group(1)) if found else []
+        match = re.search(r"source_target_pairs=\{([0-9,{}]*)\}", self.attributes)
+        numbers = integers(match.group(1)) if match else []
         return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
     @property
@@ -147,8 +147,8 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        found = [i for i in self.instructions if i.opcode == "parameter"]
-        return {int(i.operand_text): i for i in found}
+        parameters = [i for i in self.instructions if i.opcode == "parameter"]
+        return {int(i.operand_text): i for i in parameters}
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ def parse(text: str) -> Hlo:
     entry = current = None
     for line in _lines(text):
         if current is None:
-            if found := _COMPUTATION.match(line):
-                current = Computation(found.group(2))
+            if match := _COMPUTATION.match(line):
+                current = Computation(match.group(2))
                 computations[current.name] = current
-                entry = current if found.group(1) else entry
+                entry = current if match.group(1) else entry
         elif _END.fullmatch(line):
             current = None
-        elif found := _INSTRUCTION.match(line):
-            current.instructions.append(_instruction(*found.groups()))
+        elif match := _INSTRUCTION.match(line):
+            current.instructions.append(_instruction(*match.groups()))
         elif line.strip():
             raise ValueError(f"parse: {line[:200]!r} is no instruction; pass compiled.as_text()")
     if entry is None:
@@ -235,10 +235,10 @@ def _instruction(root: str | None, name: str, rest: str) -> Instruction:
 
 def _closing(text: str, start: int = 0) -> int:
     depth = 0
-    for found in re.finditer(r"[()]", text[start:]):
-        depth += 1 if found.group() == "(" else -1
+    for bracket in re.finditer(r"[()]", text[start:]):
+        depth += 1 if bracket.group() == "(" else -1
         if depth == 0:
-            return start + found.start()
+            return start + bracket.start()
     return len(text)
 
 
@@ -268,8 +268,8 @@ def _join(computation: Computation, computations: dict[str, Computation]) -> Non
 def _bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
-    found = re.search(r"[0-9]+", dtype)  # token and opaque have no size
-    return int(found.group()) if found else 0
+    match = re.search(r"[0-9]+", dtype)  # token and opaque have no size
+    return int(match.group()) if match else 0
 
 
 def integers(text: str) -> list[int]:
@@ -283,13 +283,13 @@ def replica_groups(attributes: str) -> list[list[int]]:
     `mesh['dp'=2,'tp'=2] {'tp'}`, perhaps with an order, `mesh['dp'=2,'tp'=2], device_ids=(0,2,1,3)
     {'tp'}`. An axis may be used in part: `{'tp':(2)4}` is 4 parts behind 2 more major ones.
     """
-    if found := _LISTED.search(attributes):
-        return [integers(group) for group in re.findall(r"\{([0-9,]+)\}", found.group(1))]
-    if found := _IOTA.search(attributes):
-        shape, sizes, order = found.groups()
+    if match := _LISTED.search(attributes):
+        return [integers(group) for group in re.findall(r"\{([0-9,]+)\}", match.group(1))]
+    if match := _IOTA.search(attributes):
+        shape, sizes, order = match.groups()
         return _iota(sizes, order).reshape(integers(shape)).tolist()
-    if found := _MESH.search(attributes):
-        return _mesh_groups(*found.groups())
+    if match := _MESH.search(attributes):
+        return _mesh_groups(*match.groups())
     return []
 
 
@@ -302,8 +302,8 @@ def _mesh_groups(axes: str, device_ids: str | None, names: str) -> list[list[int
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=([0-9]+)", axes)}
     if device_ids is None:
         ids = np.arange(prod(sizes.values()))
-    elif found := _MESH_IOTA.match(device_ids):
-        ids = _iota(*found.groups())
+    elif match := _MESH_IOTA.match(device_ids):
+        ids = _iota(*match.groups())
     else:
         ids = np.array(integers(device_ids))
     # Each axis in three parts, more major, used and more minor: usually 1, all and 1.

@@ -100,20 +100,20 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
     lengths = [n if isinstance(n, int) else next(bounds) for n in mapping.grid]
     grid, is_known = [1 if n is None else int(n) for n in lengths], None not in lengths
     steps = prod(grid)
-    inner, own = opened(eqn.params["jaxpr"])
+    inner, consts = opened(eqn.params["jaxpr"])
     if steps > MOST_STEPS or not is_known:
-        each, _ = _computed(inner, own, np.ones(1, bool), {})
+        each, _ = _computed(inner, consts, np.ones(1, bool), {})
         return each.times(steps) + Kernel(is_least=not is_known)
     first = sum(not isinstance(n, int) for n in mapping.grid)
     operands = eqn.invars[first : first + mapping.num_index_operands]
     read = zip(inner.invars, operands, strict=False)
     values = [(var, value_of(atom, known)) for var, atom in read]
-    found = {**own, **{var: value for var, value in values if value is not None}}
+    inside = {**consts, **{var: value for var, value in values if value is not None}}
     # A dimension that `vmap` has added in front has no number in the kernel.
     own_dims = [dim for dim in range(len(grid)) if dim not in mapping.vmapped_dims]
     at = np.unravel_index(np.arange(steps), grid or (1,))
     places: Places = {number: at[dim] for number, dim in enumerate(own_dims)}
-    computed, _ = _computed(inner, found, np.ones(steps, bool), places)
+    computed, _ = _computed(inner, inside, np.ones(steps, bool), places)
     refs = inner.invars[mapping.num_index_operands :]
     arrays = (*eqn.invars[first + mapping.num_index_operands :], *eqn.outvars)
     blocks = zip(refs, arrays, strict=False)  # without scratch memory
@@ -126,24 +126,24 @@ def _computed(
     jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places
 ) -> tuple[Kernel, Known]:
     # Known scalars are one per step, or one for all.
-    total, found, times = Kernel(), dict(known), int(active.sum())
+    total, values, times = Kernel(), dict(known), int(active.sum())
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in ("program_id", "axis_index"):
             place = places.get(eqn.params["axis" if name == "program_id" else "axis_name"])
             if place is not None:
-                found[eqn.outvars[0]] = place
+                values[eqn.outvars[0]] = place
         elif name == "cond":
-            total += _branches(eqn, found, active, places)
-        elif inner := bodies(eqn, found):
-            computed = [_computed(sub, own, active, places) for sub, own in inner]
+            total += _branches(eqn, values, active, places)
+        elif inner := bodies(eqn, values):
+            computed = [_computed(sub, handed, active, places) for sub, handed in inner]
             each = sum((kernel for kernel, _ in computed), Kernel(is_least=name == "while"))
             total += each.times(eqn.params.get("length", 1))
             if name in ("jit", "pjit"):  # such as `//` and `%` of scalars
                 (sub, _), (_, behind) = inner[0], computed[0]
                 pairs = zip(eqn.outvars, sub.outvars, strict=True)
                 results = ((out, value_of(x, behind)) for out, x in pairs)
-                found |= {out: value for out, value in results if value is not None}
+                values |= {out: value for out, value in results if value is not None}
         elif name in PRODUCTS:
             total += Kernel(flops=dot_flops(eqn)).times(times)
         elif name == "dma_start":
@@ -151,40 +151,40 @@ def _computed(
         elif name.endswith("mma"):  # on a GPU's tensor cores, of references to memory
             total += Kernel(is_least=True)
         elif eqn.outvars:
-            if (value := _scalar(eqn, found)) is not None:
-                found[eqn.outvars[0]] = value
+            if (value := _scalar(eqn, values)) is not None:
+                values[eqn.outvars[0]] = value
             most = max(map(_size, (*eqn.invars, *eqn.outvars)))  # for a sum, its operand
             if most > 1 and name not in _MOVES:
                 total += Kernel(numbers=float(most)).times(times)
-    return total, found
+    return total, values
 
 
-def _branches(eqn: core.JaxprEqn, found: Known, active: Steps, places: Places) -> Kernel:
-    branches = bodies(eqn, found)
-    which = value_of(eqn.invars[0], found)
+def _branches(eqn: core.JaxprEqn, known: Known, active: Steps, places: Places) -> Kernel:
+    branches = bodies(eqn, known)
+    which = value_of(eqn.invars[0], known)
     if which is None:
-        each = [_computed(sub, own, active, places)[0] for sub, own in branches]
-        return max(each, key=lambda one: (one.flops, one.numbers, one.copied))
+        each = [_computed(sub, handed, active, places)[0] for sub, handed in branches]
+        return max(each, key=lambda kernel: (kernel.flops, kernel.numbers, kernel.copied))
     taken = np.clip(np.broadcast_to(which, active.shape).astype(int), 0, len(branches) - 1)
     parts = [
-        _computed(sub, own, active & (taken == number), places)[0]
-        for number, (sub, own) in enumerate(branches)
+        _computed(sub, handed, active & (taken == number), places)[0]
+        for number, (sub, handed) in enumerate(branches)
     ]
     return sum(parts, Kernel())
 
 
-def _scalar(eqn: core.JaxprEqn, found: Known) -> np.ndarray | None:
+def _scalar(eqn: core.JaxprEqn, known: Known) -> np.ndarray | None:
     """Returns a scalar of grid and known operands."""
     if _size(eqn.outvars[0]) > 1:
         return None
     if eqn.primitive.name == "get":
-        array, indices = value_of(eqn.invars[0], found), eqn.invars[1:]
-        values = [value_of(index, found) for index in indices]
+        array, indices = value_of(eqn.invars[0], known), eqn.invars[1:]
+        values = [value_of(index, known) for index in indices]
         if array is None or len(values) != array.ndim or any(value is None for value in values):
             return None
         return array[tuple(np.asarray(value).astype(int) for value in values)]
     compute, dtype = _SCALAR.get(eqn.primitive.name), getattr(_aval(eqn.outvars[0]), "dtype", None)
-    values = [value_of(atom, found) for atom in eqn.invars]
+    values = [value_of(atom, known) for atom in eqn.invars]
     if compute is None or any(value is None for value in values):
         return None
     result = np.asarray(compute(*values))

@@ -103,9 +103,9 @@ class Scope:
         while todo:
             last = todo[-1]
             left = [
-                one
-                for one in (last.operands if _is_array_operation(last) else ())
-                if _is_array_operation(one) and (one, None) not in self._values
+                operand
+                for operand in (last.operands if _is_array_operation(last) else ())
+                if _is_array_operation(operand) and (operand, None) not in self._values
             ]
             if left:
                 todo.append(left[0])
@@ -123,10 +123,10 @@ class Scope:
                 return {n: self.value(i.operands[n]) for n in chosen}
             case "get-tuple-element":
                 index = int(i.after("index="))
-                found = self.value(i.operands[0], {index})
-                if index not in found:  # of a copy's start
+                elements = self.value(i.operands[0], {index})
+                if index not in elements:  # of a copy's start
                     raise UnknownError
-                return found[index]
+                return elements[index]
             case "copy-start":  # (destination, source, context)
                 return {0: self.value(i.operands[0])}
             case "copy-done":
@@ -164,17 +164,17 @@ class Scope:
                 return np.broadcast_to(numbers.reshape(shape), array.shape)[None]
             case _:
                 pass
-        found = [self.value(operand) for operand in i.operands]
-        made = _made(i, array.shape, found)
+        operands = [self.value(operand) for operand in i.operands]
+        made = _made(i, array.shape, operands)
         return np.asarray(made).astype(dtype)
 
 
-def _made(i: Instruction, shape: tuple[int, ...], found: list[Known]) -> Known:
-    x = found[0]
+def _made(i: Instruction, shape: tuple[int, ...], operands: list[Known]) -> Known:
+    x = operands[0]
     match i.opcode:
         case "compare":
             compare = getattr(operator, i.after("direction=").lower())  # such as LT
-            return compare(*found)
+            return compare(*operands)
         case "convert":
             return x
         case "bitcast" | "reshape":
@@ -189,19 +189,19 @@ def _made(i: Instruction, shape: tuple[int, ...], found: list[Known]) -> Known:
         case "transpose":
             return x.transpose(0, *(1 + dim for dim in integers(i.after("dimensions={"))))
         case "concatenate":
-            return np.concatenate(_alike(found), 1 + integers(i.after("dimensions={"))[0])
+            return np.concatenate(_alike(operands), 1 + integers(i.after("dimensions={"))[0])
         case "slice":
             parts = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", i.attributes.split("}")[0])
             steps = [slice(int(start), int(stop), int(step or 1)) for start, stop, step in parts]
             return x[:, *steps]
         case "dynamic-slice":
-            rows = _alike([x, *found[1:]])
-            return np.stack([_part(shape, *own) for own in zip(*rows, strict=True)])
+            rows = _alike([x, *operands[1:]])
+            return np.stack([_part(shape, *row) for row in zip(*rows, strict=True)])
         case _:
             # A scalar may choose for an array.
-            sizes = [x.shape[1:] or (1,) * len(shape) for x in found]
+            sizes = [x.shape[1:] or (1,) * len(shape) for x in operands]
             return ARITHMETIC[i.opcode](
-                *(x.reshape(len(x), *own) for x, own in zip(found, sizes, strict=True))
+                *(x.reshape(len(x), *dims) for x, dims in zip(operands, sizes, strict=True))
             )
 
 
@@ -213,9 +213,9 @@ def _part(shape: tuple[int, ...], x: Known, *starts: Known) -> Known:
     return x[tuple(parts)]
 
 
-def _alike(found: list[Known]) -> list[Known]:
-    most = max(map(len, found))
-    return [np.broadcast_to(x, (most, *x.shape[1:])) for x in found]
+def _alike(arrays: list[Known]) -> list[Known]:
+    most = max(map(len, arrays))
+    return [np.broadcast_to(x, (most, *x.shape[1:])) for x in arrays]
 
 
 def _is_array_operation(i: Instruction) -> bool:
@@ -224,8 +224,8 @@ def _is_array_operation(i: Instruction) -> bool:
 
 def _is_row_major(i: Instruction) -> bool:
     """Returns whether its dimensions are in order in memory, but for those of size 1."""
-    found = re.search(r"\]\{([0-9,]+)", i.type_text)
-    order = integers(found[1])[::-1] if found else []
+    match = re.search(r"\]\{([0-9,]+)", i.type_text)
+    order = integers(match[1])[::-1] if match else []
     long = [dim for dim in order if i.arrays[0].shape[dim] > 1]
     return long == sorted(long)
 
@@ -299,9 +299,9 @@ class LoopState:
         wanted = None if n is None else {n}
         try:
             if not trip:
-                found = self._around.value(self._loop.operands[0], wanted)
+                value = self._around.value(self._loop.operands[0], wanted)
             else:
-                found = self.at(trip - 1).value(self._body.root, wanted)
+                value = self.at(trip - 1).value(self._body.root, wanted)
         except UnknownError:
             return None
-        return found if n is None else found[n]
+        return value if n is None else value[n]

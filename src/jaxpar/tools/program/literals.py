@@ -22,7 +22,7 @@ def text_of(compiled: Any) -> str:
     The branches that a loop takes may depend on them.
     """
     text = compiled.as_text() or ""
-    wanted = {found[1] for found in _LEFT_OUT.finditer(text)}
+    wanted = {match[1] for match in _LEFT_OUT.finditer(text)}
     literals = dict[str, dict[int, Any]]()
     for module in compiled.runtime_executable().hlo_modules() if wanted else ():
         proto = module.as_serialized_hlo_module_proto()
@@ -30,26 +30,26 @@ def text_of(compiled: Any) -> str:
             fields = dict(fields_of(instruction))
             if (name := fields[_NAME].decode()) in wanted and _LITERAL in fields:
                 literals[name] = dict(fields_of(fields[_LITERAL]))
-    return _LEFT_OUT.sub(lambda found: _written(found, literals.get(found[1], {})), text)
+    return _LEFT_OUT.sub(lambda match: _written(match, literals.get(match[1], {})), text)
 
 
 def _inside(messages: Any, field: int) -> Any:
-    return (value for one in messages for key, value in fields_of(one) if key == field)
+    return (value for message in messages for key, value in fields_of(message) if key == field)
 
 
-def _written(found: re.Match[str], literal: dict[int, Any]) -> str:
+def _written(match: re.Match[str], literal: dict[int, Any]) -> str:
     packed = [value for key, value in literal.items() if key != _SHAPE]
-    is_signed, bits = found[2] == "s", int(found[3] or 1)
-    shape = [int(size) for size in found[4].split(",")]
+    is_signed, bits = match[2] == "s", int(match[3] or 1)
+    shape = [int(size) for size in match[4].split(",")]
     if len(packed) != 1 or np.prod(shape) > MOST:
-        return found[0]
+        return match[0]
     if bits in (8, 16):  # bytes
         numbers = np.frombuffer(packed[0], f"<{'i' if is_signed else 'u'}{bits // 8}")
     else:
         numbers = np.array([*numbers_of(packed[0])], np.uint64)
         numbers = numbers.astype(np.int64) if is_signed else numbers
     # The major dimension comes first. The layout names the minor one first.
-    order = [int(dim) for dim in (found[5] or "").split(",") if dim][::-1] or range(len(shape))
+    order = [int(dim) for dim in (match[5] or "").split(",") if dim][::-1] or range(len(shape))
     stored = numbers.reshape([shape[dim] for dim in order])
     table = str(stored.transpose(np.argsort(order)).tolist())
-    return found[0].replace("{...}", table.replace("[", "{").replace("]", "}"))
+    return match[0].replace("{...}", table.replace("[", "{").replace("]", "}"))

@@ -25,28 +25,28 @@ def in_mesh(message: Message, mesh: Mesh) -> Message:
         return message
     if message.between_slices:
         place = {device.id: number for number, device in enumerate(mesh.devices.flat)}
-        ids = {one for group in (*message.pairs, *message.groups) for one in group}
+        ids = {device for group in (*message.pairs, *message.groups) for device in group}
         if lost := sorted(ids - place.keys()):
             raise ValueError(
                 f"in_mesh: a transfer between slices has the device {lost[0]}, which is not in the "
                 f"mesh {dict(mesh.shape)}; give the mesh that the program was compiled for"
             )
         pairs = tuple((place[source], place[target]) for source, target in message.pairs)
-        groups = [[place[one] for one in group] for group in message.groups] or slices.T.tolist()
+        groups = [[place[n] for n in group] for group in message.groups] or slices.T.tolist()
         return replace(message, pairs=pairs, groups=groups)
     if message.pairs:
-        pairs = tuple((int(one[a]), int(one[b])) for one in slices for a, b in message.pairs)
+        pairs = tuple((int(row[a]), int(row[b])) for row in slices for a, b in message.pairs)
         return replace(message, pairs=pairs)
     groups = message.groups or [range(slices.shape[1])]
     return replace(
-        message, groups=[one[list(group)].tolist() for one in slices for group in groups]
+        message, groups=[row[list(group)].tolist() for row in slices for group in groups]
     )
 
 
 @lru_cache
 def places_of_slices(mesh: Mesh) -> Int[np.ndarray, "slices size"]:
-    numbers = np.array([slice_of(one) if on_torus(one) else 0 for one in mesh.devices.flat])
-    return np.array([np.flatnonzero(numbers == one) for one in np.unique(numbers)])
+    numbers = np.array([slice_of(d) if on_torus(d) else 0 for d in mesh.devices.flat])
+    return np.array([np.flatnonzero(numbers == number) for number in np.unique(numbers)])
 
 
 def lane_of(mesh: Mesh, pairs: Pairs) -> str:

@@ -6,14 +6,14 @@ from typing import Any
 
 def number_at(data: Any, at: int) -> tuple[int, int]:
     """Returns the number at a place, and the place after it."""
-    found = shift = 0
+    number = shift = 0
     while True:
         byte = data[at]
         at += 1
-        found |= (byte & 127) << shift
+        number |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            return found, at
+            return number, at
 
 
 def numbers_of(packed: bytes) -> Iterator[int]:

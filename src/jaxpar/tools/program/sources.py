@@ -128,10 +128,10 @@ class Sources:
         for line in text.splitlines()[1:]:
             if line.startswith(("%", "ENTRY")):
                 break
-            if found := _TABLE.match(line):
-                rows = tables.setdefault(found[1], {})
-            elif found := _ROW.match(line):
-                rows[int(found[1])] = found[2]
+            if match := _TABLE.match(line):
+                rows = tables.setdefault(match[1], {})
+            elif match := _ROW.match(line):
+                rows[int(match[1])] = match[2]
         files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
         locations = tables.get("FileLocations", {})
         self._frames: dict[int, tuple[Line, int]] = {}
@@ -146,13 +146,13 @@ class Sources:
             self._numbers[line.file, line.function].add(line.number)
 
     def of(self, i: Instruction) -> tuple[Line, ...]:
-        found: list[Line] = []
+        lines: list[Line] = []
         frame = int(i.after("stack_frame_id=") or 0)
         while frame in self._frames:
             line, parent = self._frames[frame]
-            found.append(line)
+            lines.append(line)
             frame = parent if parent != frame else 0
-        return tuple(found)
+        return tuple(lines)
 
     def chain(self, lines: Sequence[Line]) -> tuple[Line, ...]:
         # Long chains lose functions with one line in the program, such as wrappers.
@@ -162,11 +162,11 @@ class Sources:
         lines = [line for line in lines if not _is_within(line.file, _JAXPAR)]
         # Calling a function of the same line, such as a lambda, adds a frame.
         lines = [next(group) for _, group in groupby(lines, key=lambda line: line.short)]
-        own = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)
-        inner, outer = lines[: own + 1], lines[own + 1 :]
+        place = next((n for n, line in enumerate(lines) if line.is_own), len(lines) - 1)
+        inner, outer = lines[: place + 1], lines[place + 1 :]
         if len(inner) > MOST_FRAMES:
             kept = enumerate(inner)
-            inner = [line for n, line in kept if n in (0, own) or self._tells(line)]
+            inner = [line for n, line in kept if n in (0, place) or self._tells(line)]
         return (*inner, *(line for line in outer if line.is_own and self._tells(line)))
 
     def _tells(self, line: Line) -> bool:
@@ -190,33 +190,33 @@ def own_line(lines: Sequence[Line]) -> Line | None:
 
 
 def shown(chain: Sequence[Line]) -> tuple[Line, ...]:
-    own = own_line(chain)
-    if own is None or own in chain[:MOST_FRAMES]:
+    line = own_line(chain)
+    if line is None or line in chain[:MOST_FRAMES]:
         return tuple(chain[:MOST_FRAMES])
-    return *chain[: MOST_FRAMES - 1], own
+    return *chain[: MOST_FRAMES - 1], line
 
 
-def chain_text(chain: Sequence[Line], own: Line | None) -> str:
-    return " < ".join(str(line) if line == own else line.short for line in chain)
+def chain_text(chain: Sequence[Line], marked: Line | None) -> str:
+    return " < ".join(str(line) if line == marked else line.short for line in chain)
 
 
 def line_of(eqn: core.JaxprEqn) -> Line | None:
     traceback = getattr(eqn.source_info, "traceback", None)
     frames = () if traceback is None else traceback.frames
-    found = own_line([Line(f.file_name, f.line_num, f.function_name) for f in frames])
-    return found if found is not None and found.is_own else None
+    line = own_line([Line(f.file_name, f.line_num, f.function_name) for f in frames])
+    return line if line is not None and line.is_own else None
 
 
 def scopes_of(op_name: str) -> tuple[str, ...]:
     # `jit(step)/transpose(jvp(mlp))/while/body/attention/dot_general` is in `mlp`, `attention`.
-    found: list[str] = []
+    scopes: list[str] = []
     for part in _parts(op_name)[:-1]:
         if _CALLED.match(part):
             continue
         while inner := _WRAPPED.match(part):
             part = inner[1]
-        found += [name for name in part.split("/") if name and name not in _OF_JAX]
-    return tuple(found)
+        scopes += [name for name in part.split("/") if name and name not in _OF_JAX]
+    return tuple(scopes)
 
 
 def _parts(op_name: str) -> list[str]:

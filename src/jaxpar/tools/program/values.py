@@ -163,7 +163,7 @@ class Values:
 
     @cached_property
     def users(self) -> dict[Value, list[Value]]:
-        found: dict[Value, list[Value]] = defaultdict(list)
+        users: dict[Value, list[Value]] = defaultdict(list)
         seen = set[Value]()
         todo = [
             self.value(i)
@@ -178,9 +178,9 @@ class Values:
                 continue
             seen.add(value)
             for source in self.sources(value):
-                found[source].append(value)
+                users[source].append(value)
                 todo.append(source)
-        return found
+        return users
 
     def _tuples(self) -> Iterator[list[Value]]:
         for computation in self.hlo.computations.values():

@@ -52,19 +52,19 @@ def kept(folder: Path, key: str) -> dict[str, Any] | None:
     path = _path(folder, key)
     try:
         with gzip.open(path, "rt") as file:
-            found = json.load(file)
+            record = json.load(file)
     except (OSError, EOFError, ValueError, RecursionError, zlib.error):
         return None
-    if not _is_program(found):
+    if not _is_program(record):
         return None
     with suppress(OSError):  # another user's folder, or a file that is being deleted
         os.utime(path)
-    return found
+    return record
 
 
-def _is_program(found: Any) -> bool:
+def _is_program(record: Any) -> bool:
     sizes = {"arguments", "outputs", "temporaries", "aliased", "peak"}
-    match found:
+    match record:
         case {"text": str(), "memory": dict(memory)}:
             return set(memory) == sizes and all(isinstance(n, int) for n in memory.values())
         case _:

@@ -15,11 +15,11 @@ from jaxpar.tools.timeline.trace_events import Ran
 
 
 def with_instructions(ran: Iterable[Ran], schedules: Sequence[Schedule]) -> list[Ran]:
-    ran = sorted(ran, key=lambda one: one.start)
+    ran = sorted(ran, key=lambda span: span.start)
     launches: dict[tuple[str, int], list[int]] = {}  # indices into `ran`, by launch of a buffer
-    for place, one in enumerate(ran):
-        if one.launch is not None:
-            launches.setdefault((one.name, one.launch), []).append(place)
+    for place, span in enumerate(ran):
+        if span.launch is not None:
+            launches.setdefault((span.name, span.launch), []).append(place)
     for places in launches.values():
         names = _named([ran[place].kind for place in places], schedules)
         for place, name in zip(places, names, strict=True):
@@ -31,12 +31,12 @@ def _named(kernels: Sequence[str], schedules: Sequence[Schedule]) -> list[str]:
     """Returns names from the schedule that fits best."""
 
     def known(schedule: Schedule) -> int:
-        return len({_kernel(one) for one in schedule.operations} & set(kernels))
+        return len({_kernel(op) for op in schedule.operations} & set(kernels))
 
     schedule = max(schedules, key=known, default=None)
     if schedule is None or not known(schedule):
         return list(kernels)
-    launching = (one for one in schedule.operations if not isinstance(one, (Control, Done, Free)))
+    launching = (op for op in schedule.operations if not isinstance(op, (Control, Done, Free)))
     operations = list(launching)
     return [operations[place].name for place in _places(kernels, list(map(_kernel, operations)))]
 
@@ -49,32 +49,32 @@ def _is_memset(kernel: str) -> bool:
     return kernel.startswith("Memset")
 
 
-def _places(kernels: Sequence[str], own: Sequence[str]) -> list[int]:
-    found: list[int] = []
+def _places(kernels: Sequence[str], scheduled: Sequence[str]) -> list[int]:
+    places: list[int] = []
     waiting: list[str] = []  # unknown kernels since the last known one
     for kernel in kernels:
-        last = found[-1] if found else -1
-        # A kernel found only further back belongs to another, equal instruction.
-        if kernel not in own[last + 1 :]:
+        last = places[-1] if places else -1
+        # A kernel only further back belongs to another, equal instruction.
+        if kernel not in scheduled[last + 1 :]:
             waiting.append(kernel)
             continue
-        place = own.index(kernel, last + 1)
+        place = scheduled.index(kernel, last + 1)
         prepares = len([*takewhile(_is_memset, reversed(waiting))])  # this one, not those before
         before = waiting[: len(waiting) - prepares]
-        found += _between(before, range(last + 1, place), last) + [place] * (prepares + 1)
+        places += _between(before, range(last + 1, place), last) + [place] * (prepares + 1)
         waiting = []
-    last = found[-1] if found else -1
-    return found + _between(waiting, range(last + 1, len(own)), last)
+    last = places[-1] if places else -1
+    return places + _between(waiting, range(last + 1, len(scheduled)), last)
 
 
 def _between(kernels: Sequence[str], places: range, last: int) -> list[int]:
     is_own = [not _is_memset(kernel) for kernel in kernels]
     # Before the first known kernel, take the last places. Elsewhere take the first places.
     chosen = places[max(0, len(places) - sum(is_own)) :] if last < 0 else places[: sum(is_own)]
-    found: list[int] = []
+    taken: list[int] = []
     number = 0
-    for own in is_own:
+    for advances in is_own:
         # One instruction may launch several kernels.
-        found.append(chosen[min(number, len(chosen) - 1)] if chosen else max(last, 0))
-        number += own
-    return found
+        taken.append(chosen[min(number, len(chosen) - 1)] if chosen else max(last, 0))
+        number += advances
+    return taken

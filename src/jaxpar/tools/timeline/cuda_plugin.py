@@ -26,11 +26,11 @@ def described_gpus(plugin: str) -> dict[str, str]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     texts: dict[str, str] = {}
     with data:
-        for found in re.finditer(rb'device_description_str: "([^"]+)"', data):
-            start = data.rfind(b"\0", 0, found.start()) + 1
-            text = data[start : data.find(b"\0", found.end())].decode("ascii", "ignore")
+        for match in re.finditer(rb'device_description_str: "([^"]+)"', data):
+            start = data.rfind(b"\0", 0, match.start()) + 1
+            text = data[start : data.find(b"\0", match.end())].decode("ascii", "ignore")
             if "cuda_compute_capability" in text:
-                texts[found.group(1).decode()] = text
+                texts[match.group(1).decode()] = text
     known = [gpu.description for gpu in platforms() if isinstance(gpu, Gpu) and gpu.description]
     texts = texts or {gpu[0]: _text(*gpu) for gpu in known}
     return {slug(name): text for name, text in texts.items()}

@@ -63,5 +63,5 @@ _PASSES = re.compile(r"/passes\[bubble=([0-9.]+)\]/")
 @cache
 def idle_share(op: str) -> float:
     """Returns the share of an operation's runs that idle devices of a pipeline do."""
-    found = _PASSES.search(op)
-    return float(found[1]) if found else 0.0
+    match = _PASSES.search(op)
+    return float(match[1]) if match else 0.0

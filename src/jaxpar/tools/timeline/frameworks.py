@@ -30,18 +30,18 @@ class Traced:
 def traced_for(mesh: Mesh, jitted: Any, args: Sequence[Any]) -> Traced:
     try:
         with jax.set_mesh(mesh):
-            found = jitted.trace(*args)
+            traced = jitted.trace(*args)
     except (AttributeError, jax.errors.JaxRuntimeError) as reason:
         # Described devices run nothing, so `jax.ensure_compile_time_eval` fails on them. With an
         # abstract mesh it runs on the devices at hand.
         try:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                found = jitted.trace(*args)
+                traced = jitted.trace(*args)
         except Exception:
             raise reason from None
-        return Traced(traced_by_jax(found), is_of_function=False)
-    stage = traced_by_jax(found)
-    return Traced(stage, is_of_function=stage is found)
+        return Traced(traced_by_jax(traced), is_of_function=False)
+    stage = traced_by_jax(traced)
+    return Traced(stage, is_of_function=stage is traced)
 
 
 def donated_by(traced: Any) -> set[core.Var]:
@@ -50,10 +50,10 @@ def donated_by(traced: Any) -> set[core.Var]:
 
 
 def donated_inside(jaxpr: core.Jaxpr) -> set[core.Var]:
-    given = {
+    donated = {
         var
         for eqn in jaxpr.eqns
         for var, gives in zip(eqn.invars, eqn.params.get("donated_invars", ()), strict=False)
         if gives and not isinstance(var, core.Literal)
     }
-    return given.intersection(jaxpr.invars)
+    return donated.intersection(jaxpr.invars)

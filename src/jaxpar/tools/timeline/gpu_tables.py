@@ -51,11 +51,11 @@ class GpuTables:
         bits = _bits(dtypes)
         if bits == 16 and (published := self._published(sizes)):
             return published
-        own = _between(self._of(dtypes), sizes)
+        seconds = _between(self._of(dtypes), sizes)
         wide = _between(self._of("bf16xbf16"), sizes)
         if bits > 16 or wide is None:
-            return own
-        return max(own or 0.0, wide * bits / 16)
+            return seconds
+        return max(seconds or 0.0, wide * bits / 16)
 
     def _published(self, sizes: Sizes) -> float | None:
         batch, m, n, k = sizes
@@ -136,12 +136,12 @@ def _between(table: Mapping[Sizes, float], sizes: tuple[float, ...]) -> float | 
         return None
     inside = [min(size, grid[-1]) for size, grid in zip(sizes, grids, strict=True)]
     corners = [_neighbours(grid, size) for grid, size in zip(grids, inside, strict=True)]
-    found = 0.0
+    logarithm = 0.0
     for corner in product(*corners):
         share = prod(part for _, part in corner)
         if share:
-            found += share * log(table[tuple(size for size, _ in corner)])
-    return exp(found) * prod(sizes) / prod(inside)
+            logarithm += share * log(table[tuple(size for size, _ in corner)])
+    return exp(logarithm) * prod(sizes) / prod(inside)
 
 
 @cache
@@ -185,8 +185,8 @@ def tables_of(plugin: str, kind: str) -> GpuTables | None:
         (folder / "xla_cuda_plugin.so").open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        found = GpuTables(_matmuls(data, keys[0]), _collectives(data, keys[1]))
-    return found if found.matmuls or found.collectives else None
+        tables = GpuTables(_matmuls(data, keys[0]), _collectives(data, keys[1]))
+    return tables if tables.matmuls or tables.collectives else None
 
 
 def _matmuls(data: Any, key: str) -> dict[str, dict[Sizes, float]]:

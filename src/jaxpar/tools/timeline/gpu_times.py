@@ -50,7 +50,7 @@ def _table() -> dict[str, Any]:
 
 def versions(gpu: str) -> list[str]:
     """Returns the NCCL versions that were measured, the oldest first."""
-    return sorted({one.split()[0] for one in _table()["collectives"][gpu]}, key=_order)
+    return sorted({name.split()[0] for name in _table()["collectives"][gpu]}, key=_order)
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def nearest_version(gpu: str, wanted: str) -> str:
     """
     known = versions(gpu)
     parts = len(_order(wanted))
-    older = [one for one in known if _order(one)[:parts] <= _order(wanted)] if wanted else known
+    older = [old for old in known if _order(old)[:parts] <= _order(wanted)] if wanted else known
     return (older or known[:1])[-1]
 
 

@@ -23,7 +23,7 @@ class UnderWay(Generic[Held]):
 
     def clone(self) -> "UnderWay[Held]":
         other = UnderWay[Held]()
-        other.open = [Open(one.start, one.event, list(one.covers)) for one in self.open]
+        other.open = [Open(begun.start, begun.event, list(begun.covers)) for begun in self.open]
         return other
 
     def begin(self, start: Collective | Copy, event: Held) -> None:
@@ -34,19 +34,19 @@ class UnderWay(Generic[Held]):
 
         If the done uses no open start, a loop carries it: the oldest with the same `pair` counts.
         """
-        carried = (one for one in self.open if one.start.pair == done.pair)
-        found = self.used(done) or next(carried, None)
-        if found is not None:
-            self.open.remove(found)
-        return found
+        carried = (begun for begun in self.open if begun.start.pair == done.pair)
+        begun = self.used(done) or next(carried, None)
+        if begun is not None:
+            self.open.remove(begun)
+        return begun
 
     def has(self, collective: Collective) -> bool:
         """Returns whether an open one contains this collective."""
-        found = self.used(collective) if collective.is_fused else None
+        begun = self.used(collective) if collective.is_fused else None
         return (
-            found is not None
-            and isinstance(found.start, Collective)
-            and found.start.message == collective.message
+            begun is not None
+            and isinstance(begun.start, Collective)
+            and begun.start.message == collective.message
         )
 
     def used(self, operation: Operation) -> Open[Held] | None:
@@ -56,9 +56,9 @@ class UnderWay(Generic[Held]):
             operand = operands.popleft()
             if operand in seen:
                 continue
-            for one in reversed(self.open):
-                if one.start is operand:
-                    return one
+            for begun in reversed(self.open):
+                if begun.start is operand:
+                    return begun
             seen.add(operand)
             operands += operand.operands
         return None

@@ -185,8 +185,8 @@ class Links:
     def least_of_all(self, transfers: Iterable[Event]) -> float:
         """Returns their seconds, if a slice's links and the network send at once."""
         seconds = [0.0, 0.0]
-        for one in transfers:
-            seconds[BETWEEN_SLICES in one.row] += self.least(one)
+        for transfer in transfers:
+            seconds[BETWEEN_SLICES in transfer.row] += self.least(transfer)
         return max(seconds)
 
     @property
@@ -226,15 +226,15 @@ class Links:
         return frozenset((slice, *coords) for slice, coords in there)
 
     def _next_to(self, place: int) -> set[tuple[int, ...]]:
-        found: set[tuple[int, ...]] = set()
+        places: set[tuple[int, ...]] = set()
         here = self.coords[place]
         for dim, step in product(range(len(here)), (1, -1)):
             next_to = here.copy()
             next_to[dim] += step
             if self.wraps[dim]:
                 next_to[dim] %= self.extent[dim]
-            found.add((int(self.slice[place]), *next_to.tolist()))
-        return found
+            places.add((int(self.slice[place]), *next_to.tolist()))
+        return places
 
     def _permute(self, pairs: Pairs) -> Route:
         source, target = np.array(pairs, dtype=int).reshape(-1, 2).T

@@ -76,11 +76,11 @@ class Origins:
         for near in steps:
             level, seen = [i], {i}
             while level:
-                for one in level:
-                    for part in (one, *one.inside):
+                for node in level:
+                    for part in (node, *node.inside):
                         if lines := self.sources.of(part):
                             return part.op_name, lines
-                following = {x: None for one in level for x in near(one) if x not in seen}
+                following = {x: None for node in level for x in near(node) if x not in seen}
                 seen.update(following)
                 level = list(following)
         return i.op_name, ()
@@ -88,24 +88,24 @@ class Origins:
     @cached_property
     def recomputed(self) -> frozenset[str]:
         """Returns the instructions that the compiler, not the program, computes again."""
-        found, seen = set[str](), set[str]()
+        names, seen = set[str](), set[str]()
         for name in self.values.instructions:
             original, again, _ = name.partition(".remat")
             if again and original in seen:  # else it is only computed later
-                found.add(name)
+                names.add(name)
             seen.add(original)
-        return frozenset(found)
+        return frozenset(names)
 
     def phase(self, name: str, op_name: str) -> str:
         return "recomputation" if name in self.recomputed else phase_of(op_name)
 
     @cached_property
     def _used_by(self) -> dict[Instruction, list[Instruction]]:
-        found: dict[Instruction, list[Instruction]] = defaultdict(list)
+        users: dict[Instruction, list[Instruction]] = defaultdict(list)
         for i in self.values.instructions.values():
             for operand in i.operands:
-                found[operand].append(i)
-        return found
+                users[operand].append(i)
+        return users
 
     def is_inserted(self, name: str) -> bool:
         named = self._primitives(name)
@@ -115,10 +115,10 @@ class Origins:
         return not any(map(_is_collective, named))
 
     def is_written(self, name: str, collective: str) -> bool:
-        return any(_lax_name(one) == collective for one in self._primitives(name))
+        return any(_lax_name(p) == collective for p in self._primitives(name))
 
     def is_started(self, name: str) -> bool:
-        return any(_HALVES.search(one) and _is_collective(one) for one in self._primitives(name))
+        return any(_HALVES.search(p) and _is_collective(p) for p in self._primitives(name))
 
     def _primitives(self, name: str) -> list[str]:
         i, collective = self.instruction(name), self.values.collective(name)
@@ -127,13 +127,13 @@ class Origins:
 
     @cached_property
     def _lines_that_send(self) -> set[Line | None]:
-        found, level = set[Line | None](), [self.program.jaxpr.jaxpr]
+        lines, level = set[Line | None](), [self.program.jaxpr.jaxpr]
         while level:
             for eqn in level.pop().eqns:
                 level += subjaxprs(eqn.params)
                 if _is_collective(eqn.primitive.name):
-                    found.add(line_of(eqn))
-        return found
+                    lines.add(line_of(eqn))
+        return lines
 
     def text(self, name: str) -> str:
         op_name, lines = self.origin(self.instruction(name))
@@ -143,7 +143,7 @@ class Origins:
 
     def argument(self, value: Value) -> str | None:
         # State that a loop changes is no argument.
-        found, seen, level = set[str](), set[Value](), [value]
+        names, seen, level = set[str](), set[Value](), [value]
         while level:
             value = level.pop()
             if value in seen:
@@ -151,27 +151,27 @@ class Origins:
             seen.add(value)
             i = value.instruction
             if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
-                found.add(i.op_name.replace("\\'", "'") or f"argument {i.operand_text}")
+                names.add(i.op_name.replace("\\'", "'") or f"argument {i.operand_text}")
             elif value.moves:
                 level += self.values.sources(value)
             else:
                 return None
-        return found.pop() if len(found) == 1 else None
+        return names.pop() if len(names) == 1 else None
 
     def arguments(self, name: str) -> list[str]:
         """Returns operands' and users' arguments, the nearest first."""
         collective = self.values.collective(name)
         if collective is None:
             return []
-        own = [self.values.value(self.instruction(name)), self.values.value(collective)]
-        users = reached(own, lambda v: [] if v.multiplies else self.values.users[v])
+        values = [self.values.value(self.instruction(name)), self.values.value(collective)]
+        users = reached(values, lambda v: [] if v.multiplies else self.values.users[v])
         near = [*map(self.values.value, collective.operands), *users]
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for value in reached(near, self.values.sources):
             i = value.instruction
             if i.opcode == "parameter" and self.values.home[i] is self.values.hlo.entry:
-                found[i.op_name.replace("\\'", "'")] = None
-        return list(found)
+                names[i.op_name.replace("\\'", "'")] = None
+        return list(names)
 
 
 def _is_collective(primitive: str) -> bool:

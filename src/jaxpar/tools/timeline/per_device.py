@@ -55,7 +55,7 @@ class Places(Generic[Player]):
         """Returns the player that ends last."""
         slices, partitions = self.place.shape
         self._run(entry, Scope(partitions, slices))
-        return max(self.players, key=lambda one: (one.end, one.computed))
+        return max(self.players, key=lambda player: (player.end, player.computed))
 
     def _run(self, schedule: Schedule, scope: Scope) -> None:
         for operation in schedule.operations:
@@ -104,23 +104,23 @@ class Places(Generic[Player]):
 
     def _parted(self, taken: Int[np.ndarray, "slices partitions"]) -> dict[int, list[int]]:
         """Returns the players that take each branch; a player whose devices differ is parted."""
-        found: dict[int, list[int]] = {}
+        by_branch: dict[int, list[int]] = {}
         for number in list(self.active):
-            own = self.place == number
-            first, *others = np.unique(taken[own]).tolist()
-            found.setdefault(first, []).append(number)
+            mask = self.place == number
+            first, *others = np.unique(taken[mask]).tolist()
+            by_branch.setdefault(first, []).append(number)
             for branch in others:
-                self.place[own & (taken == branch)] = len(self.players)
-                found.setdefault(branch, []).append(len(self.players))
+                self.place[mask & (taken == branch)] = len(self.players)
+                by_branch.setdefault(branch, []).append(len(self.players))
                 self.players.append(self.players[number].clone())
-        return found
+        return by_branch
 
     def _begins(self, message: Message) -> dict[int, float]:
         """Returns when the last player comes to each player's exchange."""
         groups = [self.active]
         if not message.between_slices:
             members = message.pairs or message.groups or [range(self.place.shape[1])]
-            groups = [own[list(group)].tolist() for own in self.place for group in members]
+            groups = [players[list(group)].tolist() for players in self.place for group in members]
         begins: dict[int, float] = {}
         for group in groups:
             last = max(self.players[number].now for number in group)
@@ -138,18 +138,18 @@ class Places(Generic[Player]):
         seconds = [player.computed for player in self.players]
         if len(groups) == 1:
             return {}
-        return {_name(mesh, own): one for own, one in zip(groups, seconds, strict=True)}
+        return {_name(mesh, group): taken for group, taken in zip(groups, seconds, strict=True)}
 
 
 def _name(mesh: Mesh, devices: Int[np.ndarray, " own"]) -> str:
     """Names devices by axes along which they are not all, as in `"pp=3"`."""
     places = map(np.unique, np.unravel_index(devices, tuple(mesh.shape.values())))
-    own = dict(zip(mesh.axis_names, places, strict=True))
-    if prod(map(len, own.values())) > len(devices):
+    by_axis = dict(zip(mesh.axis_names, places, strict=True))
+    if prod(map(len, by_axis.values())) > len(devices):
         more = f" and {len(devices) - _MOST} more" if len(devices) > _MOST else ""
         return f"devices {', '.join(map(str, devices[:_MOST]))}{more}"
     return " ".join(
-        f"{name}={','.join(map(str, found))}"
-        for name, found in own.items()
-        if len(found) < mesh.shape[name]
+        f"{name}={','.join(map(str, numbers))}"
+        for name, numbers in by_axis.items()
+        if len(numbers) < mesh.shape[name]
     )

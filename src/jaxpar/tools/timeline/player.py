@@ -149,7 +149,7 @@ class Player:
         is_matmul = operation.work.is_matmul
         if is_matmul:
             # Numbers of 32 bits may be multiplied as if they had 16.
-            narrow = [replace(one, width=min(one.width, 2.0)) for one in operation.work.matmuls]
+            narrow = [replace(dot, width=min(dot.width, 2.0)) for dot in operation.work.matmuls]
             at_peak = sum(map(self._at_peak, narrow)) if narrow else seconds
             self.at_peak += at_peak * (1 - idle_share(operation.op))
             if self.tables and not all(map(self._has, operation.work.matmuls)):
@@ -187,8 +187,8 @@ class Player:
     def _multiplying(self, matmul: Matmul) -> float:
         """Returns the longer of table's and peak time."""
         measured = self.tables and self.tables.matmul(matmul.dtypes, matmul.sizes)
-        found = max(self._at_peak(matmul), measured or 0.0)
-        return found if matmul.is_aligned or self.chip.torus else UNALIGNED * found
+        seconds = max(self._at_peak(matmul), measured or 0.0)
+        return seconds if matmul.is_aligned or self.chip.torus else UNALIGNED * seconds
 
     def _has(self, matmul: Matmul) -> bool:
         return self.tables is not None and self.tables.has(matmul.dtypes, matmul.sizes)
@@ -259,6 +259,6 @@ class Player:
 
     def finish(self) -> tuple[Event, ...]:
         # With transfers that nothing has waited for.
-        pending = [one.event for one in self.under_way.open if one.event is not None]
+        pending = [begun.event for begun in self.under_way.open if begun.event is not None]
         events = [*self.events, *(event for event in pending if event.kind == "transfer")]
         return tuple(sorted(events, key=lambda e: (e.start, e.end)))

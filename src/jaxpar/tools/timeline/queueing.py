@@ -27,7 +27,7 @@ class Charges:
     def __init__(self, program: CompiledProgram, links: Links) -> None:
         self.links = links
         schedules = program.module.schedules
-        self.operations = {one.name: one for each in schedules for one in each.operations}
+        self.operations = {op.name: op for each in schedules for op in each.operations}
         self._used: dict[str, frozenset[int]] = {}
         self._slowest: dict[str, float] = {}  # seconds a sent byte, on the slowest link
 
@@ -51,41 +51,41 @@ class Charges:
             while begun < len(transfers) and transfers[begun].start < event.end:
                 under_way.append(transfers[begun])
                 begun += 1
-            under_way = [one for one in under_way if one.end > event.start]
+            under_way = [transfer for transfer in under_way if transfer.end > event.start]
             runs = known[event.name]
             latest = bisect_left(runs, event.end, key=lambda run: run.start)
             yield from self._split(event, runs[max(0, latest - 1)], under_way)
 
-    def _split(self, wait: Event, own: Event, under_way: list[Event]) -> Iterator[Event]:
-        ahead = [one for one in under_way if _turn(one) < _turn(own) and self._meet(one, own)]
-        until = wait.end - self._own(wait, own) if ahead else wait.start
+    def _split(self, wait: Event, transfer: Event, under_way: list[Event]) -> Iterator[Event]:
+        ahead = [e for e in under_way if _turn(e) < _turn(transfer) and self._meet(e, transfer)]
+        until = wait.end - self._own(wait, transfer) if ahead else wait.start
         at, last = wait.start, len(ahead) - 1
-        for n, one in enumerate(sorted(ahead, key=self._released)):
-            end = until if n == last else min(until, self._released(one))
+        for n, holder in enumerate(sorted(ahead, key=self._released)):
+            end = until if n == last else min(until, self._released(holder))
             if end - at > _SHORTEST:
-                yield Charged(one.name, one.op, "wait", wait.row, at, end, standing=wait.name)
+                yield Charged(holder.name, holder.op, "wait", wait.row, at, end, standing=wait.name)
                 at = end
         if wait.end - at > _SHORTEST:
             yield wait if at == wait.start else replace(wait, start=at)
 
-    def _own(self, wait: Event, own: Event) -> float:
+    def _own(self, wait: Event, transfer: Event) -> float:
         """Returns the seconds that the transfer itself costs."""
-        self._look_at(own.name)
-        sent = own.end - own.latency
-        begun = sent - own.bytes * self._slowest[own.name]
+        self._look_at(transfer.name)
+        sent = transfer.end - transfer.latency
+        begun = sent - transfer.bytes * self._slowest[transfer.name]
         sends = min(wait.end, sent) - max(wait.start, begun)
-        return min(wait.seconds, max(0.0, sends, wait.seconds - own.queued))
+        return min(wait.seconds, max(0.0, sends, wait.seconds - transfer.queued))
 
     def _released(self, event: Event) -> float:
         # A GPU's links are free when the transfer has arrived.
         return event.end - event.latency if self.links.chip.torus else event.end
 
-    def _meet(self, one: Event, other: Event) -> bool:
+    def _meet(self, transfer: Event, other: Event) -> bool:
         if not self.links.chip.torus:  # all share one stream
             return True
-        for name in (one.name, other.name):
+        for name in (transfer.name, other.name):
             self._look_at(name)
-        return not self._used[one.name].isdisjoint(self._used[other.name])
+        return not self._used[transfer.name].isdisjoint(self._used[other.name])
 
     def _look_at(self, name: str) -> None:
         if name in self._used:

@@ -114,8 +114,8 @@ def _as_fast_as(chip: Chip, plugin: str, nccl: str) -> GpuTables | None:
     there = next(known.chip for known in platforms() if gpu in known.names)
     of_nccl = collectives(gpu, nearest_version(gpu, nccl))
     times = published(products(gpu, there.flops, there.hbm), of_nccl)
-    own = times.slower(there.flops / chip.flops, there.link / chip.link)
-    return own.before(xlas) if xlas else own
+    scaled = times.slower(there.flops / chip.flops, there.link / chip.link)
+    return scaled.before(xlas) if xlas else scaled
 
 
 def unknown_network(mesh: Mesh, chip: Chip | None = None) -> str:
@@ -243,8 +243,8 @@ def _tpu_devices(name: str, one_slice: str, slices: int) -> list[Any]:
     with _environment(_OFFLINE):
         try:
             several = {"num_slices": slices} if slices > 1 else {}
-            found = get_topology_desc(platform="tpu", topology_name=one_slice, **several)
-            return list(found.devices)
+            topology = get_topology_desc(platform="tpu", topology_name=one_slice, **several)
+            return list(topology.devices)
         except Exception as reason:  # each jax version has its own class for libtpu's errors
             raise ValueError(
                 f"target: libtpu does not know the slice {name!r}: {reason}; name one that is "
@@ -304,8 +304,8 @@ def _gpu_devices(name: str, chip: str, sizes: list[int]) -> list[Any]:
 
 
 def _description(text: str) -> str:
-    found = re.search(r'device_description_str: "([^"]+)"', text)
-    return found.group(1) if found else ""
+    match = re.search(r'device_description_str: "([^"]+)"', text)
+    return match.group(1) if match else ""
 
 
 @cache

@@ -165,8 +165,8 @@ def compile_for(
         lowered = stage.lower()
         folder = None if cache is None else local_path("cache", cache, writes=True)
         key = "" if folder is None else key_of(lowered, target, options)
-        if folder is not None and (found := kept(folder, key)) is not None:
-            text, memory = found["text"], _memory(found["text"], **found["memory"])
+        if folder is not None and (record := kept(folder, key)) is not None:
+            text, memory = record["text"], _memory(record["text"], **record["memory"])
         else:
             text, memory = _text_and_memory(lowered.compile(compiler_options=options or None))
             if folder is not None:
@@ -213,8 +213,8 @@ def of_arrays(
         return function, tuple(args)
 
     @wraps(function)
-    def of_given(*given: Any) -> Any:
-        arrays = iter(jax.tree.leaves(given))
+    def of_given(*inputs: Any) -> Any:
+        arrays = iter(jax.tree.leaves(inputs))
         filled = tree.unflatten([next(arrays) if is_array(leaf) else leaf for leaf in leaves])
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, function(*filled))
 
@@ -229,42 +229,42 @@ def replayed(
     places = list(_places(closed.in_avals, leaves))
 
     @wraps(function)
-    def replay(*given: Any) -> list[Any]:
-        flat = jax.tree.leaves(given)
+    def replay(*inputs: Any) -> list[Any]:
+        flat = jax.tree.leaves(inputs)
         return core.jaxpr_as_fun(closed)(*(flat[place] for place in places))
 
     given_away = {
         place for place, var in zip(places, closed.jaxpr.invars, strict=True) if var in donated
     }
-    own, arrays = of_arrays(replay, args)
-    return _donating(own, args, given_away), arrays
+    replaying, arrays = of_arrays(replay, args)
+    return _donating(replaying, args, given_away), arrays
 
 
 def _donating(function: Callable[..., Any], args: Sequence[Any], donated: set[int]) -> Any:
     numbers, first = list[int](), 0
     for number, arg in enumerate(args):
         leaves = jax.tree.leaves(arg)
-        own = {first + n for n, leaf in enumerate(leaves) if is_array(leaf)}
+        places = {first + n for n, leaf in enumerate(leaves) if is_array(leaf)}
         first += len(leaves)
-        if own and own <= donated:
+        if places and places <= donated:
             numbers.append(number)
     return jax.jit(function, donate_argnums=numbers)
 
 
 def _places(inputs: Sequence[Any], leaves: Sequence[Any]) -> Iterator[int]:
     # Frameworks may trace a shared array once.
-    found = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
-    if len(found) > len(inputs):
-        found = sorted({id(leaves[place]): place for place in reversed(found)}.values())
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    if len(places) > len(inputs):
+        places = sorted({id(leaves[place]): place for place in reversed(places)}.values())
     for number, aval in enumerate(inputs):
-        given = [jax.typeof(leaves[place]) for place in found[number : number + 1]]
-        if [(x.shape, x.dtype) for x in given] != [(aval.shape, aval.dtype)]:
+        types = [jax.typeof(leaves[place]) for place in places[number : number + 1]]
+        if [(x.shape, x.dtype) for x in types] != [(aval.shape, aval.dtype)]:
             raise value_error(
                 f"argument {number} of the traced program, {aval.dtype}{list(aval.shape)}, is not "
                 "the array that was given in its place; have a function of arrays alone jitted by "
                 "jax.jit, such as one of what nnx.split returns"
             )
-        yield found[number]
+        yield places[number]
 
 
 def program_of(
@@ -425,12 +425,12 @@ def timeline(
 
 
 def _require_possible(program: CompiledProgram, played: Timeline, links: Links) -> None:
-    for one in played.transfers:
-        taken = one.seconds - one.latency
-        if links.least(one) > (1 + _ROUNDED) * taken:
+    for sent in played.transfers:
+        taken = sent.seconds - sent.latency
+        if links.least(sent) > (1 + _ROUNDED) * taken:
             raise impossible(
-                f"{one.name} sends {one.bytes:,.0f} bytes a device in {taken * 1e6:,.1f} us over "
-                f"{links.there(one)} links of {links.speed(one) / 1e9:g} GB/s",
+                f"{sent.name} sends {sent.bytes:,.0f} bytes a device in {taken * 1e6:,.1f} us over "
+                f"{links.there(sent)} links of {links.speed(sent) / 1e9:g} GB/s",
                 program.text,
             )
     least = links.least_of_all(played.transfers)

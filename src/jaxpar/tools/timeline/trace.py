@@ -69,18 +69,18 @@ def read_trace(
     files = _newest(local_path("folder", folder))
     with reading_profiles():
         hosts = {file.name.removesuffix(".xplane.pb"): _data(file) for file in files}
-        found = known_devices(hosts)
-    if not found:
+        traced = known_devices(hosts)
+    if not traced:
         raise value_error(
             f"{folder}: the trace names no instructions that a device ran; trace the call of the "
             "program with jax.block_until_ready of what it returns"
         )
-    name = device or next(iter(found))
-    if name not in found:
-        raise value_error(f"device={device!r} is not in the trace; choose from {', '.join(found)}")
+    name = device or next(iter(traced))
+    if name not in traced:
+        raise value_error(f"device={device!r} is not in the trace; choose from {', '.join(traced)}")
     known = _operations(program)
     schedules = [] if program is None else program.module.schedules
-    device_ran = replace(found[name], ran=with_instructions(found[name].ran, schedules))
+    device_ran = replace(traced[name], ran=with_instructions(traced[name].ran, schedules))
     runs = _runs(device_ran, _ran_of(program, device_ran, known), _once(program))
     lengths = [(end - start) * 1e-9 for start, end, _ in runs]
     if run is not None and not 0 <= run < len(runs):
@@ -119,14 +119,14 @@ def _data(file: Path) -> Any:
 
 def _operations(program: CompiledProgram | None) -> dict[str, Operation]:
     schedules = [] if program is None else program.module.schedules
-    return {one.name: one for schedule in schedules for one in schedule.operations}
+    return {op.name: op for schedule in schedules for op in schedule.operations}
 
 
 def _once(program: CompiledProgram | None) -> set[str]:
     if program is None:
         return set()
     entry = program.module.entry.operations
-    return {one.name for one in entry if not isinstance(one, (Control, Free))}
+    return {op.name for op in entry if not isinstance(op, (Control, Free))}
 
 
 def _ran_of(
@@ -138,32 +138,32 @@ def _ran_of(
         return max(programs.values(), key=_length)
     name = program.text.partition("\n")[0].removeprefix("HloModule ").partition(",")[0].strip()
     fitting = [ran for ran in programs.values() if ran[0].module in (name, "")]
-    fitting = [ran for ran in fitting if any(one.name in known for one in ran)]
+    fitting = [ran for ran in fitting if any(span.name in known for span in ran)]
     if not fitting:
         raise value_error(
             f"no instruction of {name} is in the trace, which has "
             f"{', '.join(filter(None, programs)) or 'no names of programs'}; compile what ran, by "
             "the same jax, with the same arguments and options"
         )
-    return max(fitting, key=lambda ran: _length(one for one in ran if one.name in known))
+    return max(fitting, key=lambda ran: _length(span for span in ran if span.name in known))
 
 
 def _length(ran: Iterable[Ran]) -> float:
-    return sum(one.end - one.start for one in ran)
+    return sum(span.end - span.start for span in ran)
 
 
 def _runs(device: Device, ran: list[Ran], once: set[str]) -> list[Run]:
     by_run: dict[object, list[Ran]] = {}
-    for one in ran:
-        by_run.setdefault(one.run, []).append(one)
-    if device.runs:  # the trace has the length of each one
+    for span in ran:
+        by_run.setdefault(span.run, []).append(span)
+    if device.runs:  # the trace has the length of each run
         return [
-            (device.runs[number].start, device.runs[number].end, some)
-            for number, some in by_run.items()
+            (device.runs[number].start, device.runs[number].end, spans)
+            for number, spans in by_run.items()
             if isinstance(number, int)
         ]
     parts = apart(ran, once) if None in by_run else list(by_run.values())
-    return [(some[0].start, max(one.end for one in some), some) for some in parts]
+    return [(spans[0].start, max(span.end for span in spans), spans) for spans in parts]
 
 
 def _timeline(

@@ -50,23 +50,23 @@ class Device:
     runs: list[Ran] = field(default_factory=list[Ran])  # of full programs, on TPU
 
     def programs(self) -> dict[str, list[Ran]]:
-        found: dict[str, list[Ran]] = defaultdict(list)
-        for one in sorted(self.ran, key=lambda ran: ran.start):
-            found[one.program].append(one)
-        return dict(found)
+        by_name: dict[str, list[Ran]] = defaultdict(list)
+        for span in sorted(self.ran, key=lambda ran: ran.start):
+            by_name[span.program].append(span)
+        return dict(by_name)
 
 
 def devices_of(data: Any) -> dict[str, Device]:
-    found: dict[str, Device] = {}
+    devices: dict[str, Device] = {}
     for plane in data.planes:
         if match := _TPU.fullmatch(plane.name):
-            found[match[1]] = _tpu(plane)
+            devices[match[1]] = _tpu(plane)
         elif match := _GPU.fullmatch(plane.name):
-            found[match[1]] = Device("gpu", list(_of_streams(plane)))
+            devices[match[1]] = Device("gpu", list(_of_streams(plane)))
         elif plane.name == _HOST:
             for number, ran in sorted(_of_threads(plane).items()):
-                found[f"CPU:{number}"] = Device("cpu", ran)
-    return {name: device for name, device in found.items() if device.ran}
+                devices[f"CPU:{number}"] = Device("cpu", ran)
+    return {name: device for name, device in devices.items() if device.ran}
 
 
 def _tpu(plane: Any) -> Device:
@@ -81,22 +81,22 @@ def _tpu(plane: Any) -> Device:
     runs.sort(key=lambda run: run.start)
     starts = [run.start for run in runs]
     owned: list[Ran] = []
-    for one in ran:
-        number = bisect_right(starts, one.start) - 1
-        if number >= 0 and one.start < runs[number].end:
-            owned.append(replace(one, program=runs[number].program, run=number))
+    for span in ran:
+        number = bisect_right(starts, span.start) - 1
+        if number >= 0 and span.start < runs[number].end:
+            owned.append(replace(span, program=runs[number].program, run=number))
         elif not runs:
-            owned.append(one)
+            owned.append(span)
     return Device("tpu", owned, runs)
 
 
 def _of_core(event: Any, where: Where) -> Ran:
     stats = _stats(event)
-    found = _INSTRUCTION.match(event.name)
-    text = (found and found[2]) or ""
+    match = _INSTRUCTION.match(event.name)
+    text = (match and match[2]) or ""
     opcode = _OPCODE.search(text)
     kind = stats.get("hlo_category") or (opcode and opcode[1]) or ""
-    name = stats.get("hlo_op") or (found[1] if found else event.name)
+    name = stats.get("hlo_op") or (match[1] if match else event.name)
     return _ran(event, str(name), where, "", op=str(stats.get("tf_op", "")), kind=str(kind))
 
 
@@ -121,12 +121,12 @@ def _of_threads(plane: Any) -> dict[int, list[Ran]]:
             if event.name.startswith("end: "):
                 ended[_stats(event).get("_c")] = event.start_ns
             elif (name := (stats := _stats(event)).get("hlo_op")) is not None:
-                one = _ran(event, name, "thread", _program(stats), run=stats.get("run_id"))
-                ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), one))
-    found: dict[int, list[Ran]] = defaultdict(list)
-    for device, number, one in ran:
-        found[device].append(replace(one, noticed=ended.get(number, 0.0)))
-    return found
+                span = _ran(event, name, "thread", _program(stats), run=stats.get("run_id"))
+                ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), span))
+    by_device: dict[int, list[Ran]] = defaultdict(list)
+    for device, number, span in ran:
+        by_device[device].append(replace(span, noticed=ended.get(number, 0.0)))
+    return by_device
 
 
 def _ran(event: Any, name: str, where: Where, program: str, **more: Any) -> Ran:
@@ -155,14 +155,14 @@ def known_devices(hosts: Mapping[str, Any]) -> dict[str, Device]:
 
 def apart(ran: Iterable[Ran], once: set[str]) -> list[list[Ran]]:
     # The trace does not separate these runs. One instruction may launch several kernels in a row.
-    found: list[list[Ran]] = [[]]
+    runs: list[list[Ran]] = [[]]
     seen, last = set[str](), ""
-    for one in ran:
-        if one.name in once:
-            if one.name in seen and one.name != last:
-                found.append([])
+    for span in ran:
+        if span.name in once:
+            if span.name in seen and span.name != last:
+                runs.append([])
                 seen.clear()
-            seen.add(one.name)
-            last = one.name
-        found[-1].append(one)
-    return [run for run in found if run]
+            seen.add(span.name)
+            last = span.name
+        runs[-1].append(span)
+    return [run for run in runs if run]

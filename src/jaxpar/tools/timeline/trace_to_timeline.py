@@ -46,30 +46,30 @@ class Measured:
         self, ran: Sequence[Ran], start: float, known: Mapping[str, Operation], links: Links | None
     ) -> None:
         self.known, self.links = known, links
-        self.in_order = any(one.where == "core" for one in ran)  # a TPU's core computes alone
-        self.is_cpu = any(one.where == "thread" for one in ran)
+        self.in_order = any(span.where == "core" for span in ran)  # a TPU's core computes alone
+        self.is_cpu = any(span.where == "thread" for span in ran)
         ran = list(_until_done(ran, known)) if self.is_cpu else ran
-        self.ran = [replace(one, start=one.start - start, end=one.end - start) for one in ran]
-        self.starts = [one.start for one in self.ran]
-        self.names = {one.name for one in ran}
+        self.ran = [replace(span, start=span.start - start, end=span.end - start) for span in ran]
+        self.starts = [span.start for span in self.ran]
+        self.names = {span.name for span in ran}
         self.beside: dict[str, list[Ran]] = defaultdict(list)
-        for one in self.ran:
-            if one.where == "beside":
-                self.beside[one.name].append(one)
+        for span in self.ran:
+            if span.where == "beside":
+                self.beside[span.name].append(span)
         self.under_way = UnderWay[Ran]()
-        self.found: list[Event] = []
+        self.intervals: list[Event] = []
         self.busy = np.zeros(0 if links is None else links.count)  # seconds that links must send
         self._transfers: dict[str, Transfer] = {}
 
     def events(self) -> tuple[Event, ...]:
-        for one in self.ran:
-            if one.where != "beside":
-                self._take(one, self.known.get(one.name) or _by_name(one))
+        for span in self.ran:
+            if span.where != "beside":
+                self._take(span, self.known.get(span.name) or _by_name(span))
         for open in self.under_way.open:  # the trace shows no time of its done
             self._arrive(open, open.event.end)
         if not self.in_order:
-            self.found += _waits(self.found)
-        events = sorted(_covering(self.found), key=lambda e: (e.start, e.end))
+            self.intervals += _waits(self.intervals)
+        events = sorted(_covering(self.intervals), key=lambda e: (e.start, e.end))
         return tuple(self._queued(events))
 
     def utilisation(self, total: float) -> float:
@@ -77,41 +77,41 @@ class Measured:
         used = self.busy[self.busy > 0]
         return float(used.mean() / total) if used.size and total else 0.0
 
-    def _take(self, one: Ran, operation: Operation) -> None:
+    def _take(self, span: Ran, operation: Operation) -> None:
         match operation:
-            case Control() if self._shows_inside(one, operation):
+            case Control() if self._shows_inside(span, operation):
                 pass
             case Done():
-                self._done(one, operation)
+                self._done(span, operation)
             case Copy():
-                self.under_way.begin(operation, one)
+                self.under_way.begin(operation, span)
             case Collective() if not self.under_way.has(operation):
-                self._send(one, operation)
+                self._send(span, operation)
             case _:
-                self._add(one, operation, "compute", "compute", one.start, one.end)
+                self._add(span, operation, "compute", "compute", span.start, span.end)
 
-    def _shows_inside(self, one: Ran, control: Control) -> bool:
+    def _shows_inside(self, span: Ran, control: Control) -> bool:
         if control.runs:
             inside = (inner.name for run in control.runs for inner in run.operations)
             return not self.names.isdisjoint(inside)
-        return bisect_left(self.starts, one.end) - bisect_right(self.starts, one.start) > 0
+        return bisect_left(self.starts, span.end) - bisect_right(self.starts, span.start) > 0
 
-    def _send(self, one: Ran, start: Collective) -> None:
+    def _send(self, span: Ran, start: Collective) -> None:
         if self.in_order:
-            self._add(one, start, "wait", "compute", one.start, one.end)
+            self._add(span, start, "wait", "compute", span.start, span.end)
         if start.has_done:
-            self.under_way.begin(start, one)
+            self.under_way.begin(start, span)
         else:
-            self._arrive(Open(start, one), one.end)
+            self._arrive(Open(start, span), span.end)
 
-    def _done(self, one: Ran, done: Done) -> None:
+    def _done(self, span: Ran, done: Done) -> None:
         open = self.under_way.end(done)
         if open is None:
             return
         if self.in_order or isinstance(open.start, Copy):
             row = "memory" if isinstance(open.start, Copy) else "compute"
-            self._add(open.event, open.start, "wait", row, one.start, one.end)
-        self._arrive(open, one.end)
+            self._add(open.event, open.start, "wait", row, span.start, span.end)
+        self._arrive(open, span.end)
 
     def _arrive(self, open: Open[Ran], end: float) -> None:
         start, begin = open.start, open.event.start
@@ -130,8 +130,8 @@ class Measured:
         transfer = self._transfers[start.name]
         route, latency = transfer.route, self.links.latency(transfer.route)
         self.busy[route.links] += route.seconds
-        self.found[-1] = replace(
-            self.found[-1],
+        self.intervals[-1] = replace(
+            self.intervals[-1],
             row=transfer.row,
             bytes=transfer.sent,
             synchronous=start.is_synchronous and not self.is_cpu,
@@ -153,26 +153,26 @@ class Measured:
             yield replace(event, queued=max(0.0, until - event.start))
 
     def _add(
-        self, one: Ran, operation: Operation, kind: Kind, row: str, start: float, end: float
+        self, span: Ran, operation: Operation, kind: Kind, row: str, start: float, end: float
     ) -> None:
         # Equal times stay equal: until here all are whole nanoseconds.
         times = start * _NS, end * _NS
-        event = Event(operation.name, operation.op or one.op, kind, row, *times)
+        event = Event(operation.name, operation.op or span.op, kind, row, *times)
         is_matmul = kind == "compute" and operation.work.is_matmul
-        self.found.append(replace(event, is_matmul=is_matmul))
+        self.intervals.append(replace(event, is_matmul=is_matmul))
 
 
-def _by_name(one: Ran) -> Operation:
-    said = [word.lower().replace("_", "-") for word in (one.kind, one.name) if word]
+def _by_name(span: Ran) -> Operation:
+    said = [word.lower().replace("_", "-") for word in (span.kind, span.name) if word]
     is_matmul = any(word in text for text in said for word in _MATMULS)
-    known = (one.name, one.op, (), Demand(is_matmul=is_matmul))
+    known = (span.name, span.op, (), Demand(is_matmul=is_matmul))
     if any(text.partition(".")[0] in _CONTROL for text in said):
         return Call(*known, ())
     kinds = (kind for kind, names in _NAMES.items() if any(text.startswith(names) for text in said))
     kind = next(kinds, None)
     if any("-done" in text for text in said):
         return Done(*known, kind or "copy")
-    has_done = any("-start" in text for text in said) and one.where != "stream"
+    has_done = any("-start" in text for text in said) and span.where != "stream"
     if kind is not None:
         return Collective(*known, Message(kind, 0.0), kind, has_done, not has_done, False)
     return Copy(*known, 0, "copy") if has_done else Compute(*known)
@@ -185,16 +185,16 @@ def _until_done(ran: Sequence[Ran], known: Mapping[str, Operation]) -> Iterator[
         for operand in operation.operands:
             users[operand.name].append(operation)
     starts: dict[str, list[float]] = defaultdict(list)
-    for one in ran:
-        starts[one.name].append(one.start)
-    for one in ran:
-        end, level = one.noticed, users[one.name]
-        while one.noticed > one.end and level:
+    for span in ran:
+        starts[span.name].append(span.start)
+    for span in ran:
+        end, level = span.noticed, users[span.name]
+        while span.noticed > span.end and level:
             for user in level:
-                after = bisect_right(starts[user.name], one.start)
+                after = bisect_right(starts[user.name], span.start)
                 end = min([end, *starts[user.name][after : after + 1]])
             level = [user for free in level if isinstance(free, Free) for user in users[free.name]]
-        yield replace(one, end=max(one.end, end))
+        yield replace(span, end=max(span.end, end))
 
 
 # -- waits and overlaps, which no event of the trace shows ----------------------------------------
@@ -248,6 +248,6 @@ def _covering(events: Sequence[Event]) -> Iterator[Event]:
     for event in events:
         if event.kind == "transfer" and not event.synchronous:
             beside = matmuls.at(event.start, event.end)
-            yield replace(event, covers=tuple(one.name for one in beside))
+            yield replace(event, covers=tuple(matmul.name for matmul in beside))
         else:
             yield event
