@@ -60,12 +60,12 @@ class Axis:
         `jax.lax.axis_index`. Another `Axis` gives options that are not given here.
       mode: the algorithm.
 
-        - `"naive"`: a collective of `jax.lax`, before or after one matmul
+        - `"naive"`: a collective of `jax.lax`, before or after a matmul
         - `"stationary"`: in matmuls, the other operand and the result travel; else as `"naive"`
-        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with one collective each
+        - `"chunked-2"`, `"chunked-4"`, `"chunked-8"`: as many chunks, with a collective each
         - `"unidirectional"`, `"bidirectional"`: a ring in one direction, or in both
-        - `"multi-ring"`: one ring for each axis; an axis of a `make_mesh` mesh may have several. On
-          a torus, rings share no link. Matmuls may use equally long axes one by one, if faster.
+        - `"multi-ring"`: a ring for each axis; an axis of a `make_mesh` mesh may have several. On
+          a torus, rings share no link. Matmuls may use equally long axes in turn, if faster.
         - `"auto"`: in matmuls and ring attention, the mode predicted to be fastest for each pass
           (naive on CPUs and unknown chips); elsewhere as each function says
 
@@ -224,7 +224,7 @@ class Ring(Axis):
         return self._permuted(tree, [(p, (p + offset) % self.size) for p in range(self.size)])
 
     def hop(self, tree: Any, direction: int, hops: Any) -> Any:
-        """Moves leaves to the next device, after so many hops to this one.
+        """Moves leaves to the next device, after so many hops to this device.
 
         Against the walk, moves sums that are `hops + 1` away from their owner.
         """

@@ -38,7 +38,7 @@ class PaddedDim:
 
     @classmethod
     def evenly(cls, size: int, parts: int) -> PaddedDim:
-        """Puts the remainder in the first blocks, one entry each."""
+        """Puts the remainder in the first blocks, an entry each."""
         rest, more = divmod(size, parts)
         return cls(size, rest + bool(more), parts, more or parts, rest)
 

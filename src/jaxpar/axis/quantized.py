@@ -32,7 +32,7 @@ class Quantized:
 
     Args:
       values: int8, int4, float8 or float4, in the array's shape.
-      scales: floats of the values' rank: along each dimension one, one for each entry, or one for
+      scales: floats of the values' rank: along each dimension one, one for each entry, or for
         each block. In `jax.shard_map` they are of this device's values; blocks along a dimension
         that a matmul gathers need `check_vma=True`.
       exact: the array before rounding, which gets the gradient; set by jaxpar.
@@ -79,7 +79,7 @@ class Quantized:
         return self.values.size
 
     def dequantized(self, dtype: DTypeLike | None = None) -> Array:
-        """Returns values times scales, in the array's dtype or another one."""
+        """Returns values times scales, in the array's dtype or another."""
         from jaxpar.axis.scale_blocks import with_equal_blocks
 
         with naming(called("Quantized.dequantized")):
@@ -100,7 +100,7 @@ def spread(scales: Array, shape: tuple[int, ...]) -> Array:
 
 
 def read_as(x: Any, dtype: DTypeLike) -> Array:
-    """Reads an array, or one whose blocks are equal."""
+    """Reads an array, or a `Quantized` whose blocks are equal."""
     if not isinstance(x, Quantized):
         return x.astype(dtype)
     wide = addition_dtype(x.scales.dtype)  # bfloat16 scales become float32

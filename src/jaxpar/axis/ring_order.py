@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 Index = Int32[Array, ""]  # the logical index of a device
-Place = Any  # an integer or int32[], counted over the dimensions, the last one fastest
+Place = Any  # an integer or int32[], counted over the dimensions, the last fastest
 
 
 class Walk:
     """The hops by which a block visits all devices and returns to its own."""
 
     size: int
-    exchanges: ClassVar[bool] = False  # a hop goes in both directions of one dimension
+    exchanges: ClassVar[bool] = False  # a hop goes in both directions of a dimension
 
     @property
     def around(self) -> int:
@@ -31,7 +31,7 @@ class Walk:
         raise NotImplementedError
 
     def next(self, device: int, direction: int, hops: Any) -> int:
-        """Returns a block's next device, after so many hops to this one."""
+        """Returns a block's next device, after so many hops to this device."""
         raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ def quantize(
     columns: Integer | None = None,
     key: Array | None = None,
 ) -> Quantized:
-    """Rounds an array to 8 bits, with one scale for each block along a dimension.
+    """Rounds an array to 8 bits, with a scale for each block along a dimension.
 
     Args:
       x: floats of any shape.

@@ -104,7 +104,7 @@ def with_equal_blocks(argument: str, x: Quantized) -> Quantized:
 
 
 def with_one_for_each(names: tuple[str, ...], x: Quantized, dim: int) -> Quantized:
-    """Repeats several scales along a dimension that is gathered, one for each entry."""
+    """Repeats several scales along a dimension that is gathered, a scale for each entry."""
     count = x.scales.shape[dim]
     if count in (1, x.shape[dim]):
         return x
@@ -164,11 +164,11 @@ def _told(x: Any, whole: Any) -> Any:
     if not _is_quantized(x) or x.scales.shape == whole.scales.shape:
         return whole
     sizes = block_sizes("scales", x.shape, x.scales.shape, x.block)
-    for dim, (long, size) in enumerate(zip(x.shape, sizes, strict=True)):
-        if long % size and long != whole.shape[dim]:
+    for dim, (part, size) in enumerate(zip(x.shape, sizes, strict=True)):
+        if part % size and part != whole.shape[dim]:
             raise value_error(
                 f"scales have local shape {x.scales.shape} for values of {x.shape}: a device's "
-                f"{long} entries along dimension {dim}, which is gathered, are no whole blocks of "
+                f"{part} entries along dimension {dim}, which is gathered, are no whole blocks of "
                 f"{size}; shard the array by Layout.place, which repeats scales at such edges"
             )
     ways = (x.block, None, _as_block(whole.shape, whole.scales.shape, sizes))

@@ -66,7 +66,7 @@ def ways_of(problem: Problem, mode: Mode, flows: Flows) -> list[Way]:
     if mode != "auto":
         return [way_of(problem, mode, flows)]
     rule = RULES[problem.kind]
-    # Among algorithms of equal time, the first one is taken.
+    # Among algorithms of equal time, the first is taken.
     return [way_of(problem, mode, flows) for mode in NAMED if not rule(problem, mode, flows)]
 
 
@@ -252,7 +252,7 @@ def _not_by_disjoint_rings(problem: Problem, flows: Flows) -> str:
 def _is_synchronous(problem: Problem) -> bool:
     """Returns whether the compiler makes permutes synchronous, so that a ring only loses."""
     # It does on wrap-around links, in a slice of eight times the dimension. A ring that fills the
-    # dimension uses them, and so does a shorter one with gaps.
+    # dimension uses them, and so does a shorter ring with gaps.
     around, size = problem.figures.synchronous_around, problem.ring.size
     if around is None or problem.devices < 8 * around:
         return False

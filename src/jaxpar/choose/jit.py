@@ -92,7 +92,7 @@ class Jitted:
         return new, {**base, **self._more}
 
     def calling(self, caller: Callable[..., Any]) -> Jitted:
-        """Jits a function that calls this one, without its settings."""
+        """Jits a caller of this function, without its settings."""
         return Jitted(caller, self._mesh, self._more, self._tuning, {}, self._base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Describes work over a ring, from one device's view."""
+"""Describes work over a ring, from a device's view."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ def _traced_devices() -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Work over a ring, from one device's view: everything on which a choice may depend."""
+    """Work over a ring, from a device's view: everything on which a choice may depend."""
 
     kind: Kind
     ring: Ring

@@ -1,6 +1,6 @@
 """Call sites: their names, and decisions that replace the model's.
 
-Problems of one name get one algorithm. The name has all that may change the fastest one, except
+Problems of one name get one algorithm. The name has all that may change the fastest, except
 chip, mesh and compiler, which hold for a whole file.
 """
 
@@ -83,7 +83,7 @@ def _wire_text(wire: Any) -> str:
 
 
 def settled(problem: Problem) -> Problem:
-    """Replaces `auto` by the fastest modes, or all by an imposed one."""
+    """Replaces `auto` by the fastest modes, or all by an imposed mode."""
     ring = problem.ring
     if ring.size > 1 and (mode := imposed()) is not None:
         return replace(problem, ring=replace(ring, mode=mode, backward=mode))

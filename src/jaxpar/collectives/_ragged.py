@@ -65,7 +65,7 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
         )
 
     # JAX has no rule for batched operands with unbatched offsets. With batched offsets, each loop
-    # would take as many steps as the longest one. So turn a batch into more slices.
+    # would take as many steps as the longest. So turn a batch into more slices.
     @exchange.def_vmap
     def exchange_batch(
         size: int, batched: Any, operand: Array, output: Array, slices: Slices
@@ -77,7 +77,7 @@ def exchange_rows(operand: Operand, output: Output, slices: Slices, ring: Ring) 
         )
         row = jnp.arange(size, dtype="int32")[:, None]
         slices = slices._replace(
-            # Batches lie one after the other in the rows, so offsets move by a batch's rows.
+            # Batches follow each other in the rows, so offsets move by a batch's rows.
             input_offsets=slices.input_offsets + row * operand.shape[1],
             output_offsets=slices.output_offsets + row * output.shape[1],
         )
@@ -186,7 +186,7 @@ def ragged_all_to_all(
         the call is outside shard_map.
 
     Cost: a device sends the rows of its slices. The derivative sends as many back, and the offsets.
-    For overlapping slices, the derivative makes one exchange for each slice. On CPUs, equal slices
+    For overlapping slices, the derivative makes an exchange for each slice. On CPUs, equal slices
     cost about one all-to-all of the smaller of operand and output. If one device receives all, they
     cost n.
 
@@ -232,7 +232,7 @@ def _exchange_back(
         output_offsets=swap(slices.input_offsets, ring),
         recv_sizes=slices.send_sizes,
     )
-    # Overlapping slices return one by one: in a step, each device receives one slice.
+    # Overlapping slices return in turn: in a step, each device receives one slice.
     apart = lax.pmax(_overlap(slices), ring.names)
     device = jnp.arange(count, dtype="int32") // slices_per_pair
     number = jnp.arange(count, dtype="int32") % slices_per_pair

@@ -41,7 +41,7 @@ def ring_shift(x: Tree, axis: AxisLike, offset: Integer = 1) -> Tree:
     Raises:
       ValueError: the axis is unknown, or the call is outside shard_map.
 
-    Cost: one ppermute a leaf, or nothing if the ring's size divides `offset`. The derivative is the
+    Cost: a ppermute per leaf, or nothing if the ring's size divides `offset`. The derivative is the
     shift by `-offset`.
 
     Example:
@@ -143,7 +143,7 @@ def reduce_scatter(
     Args:
       x: pytree of local arrays, each device's partial sums.
       axis: mesh axes, or an `Axis`.
-      dim: the dimension that is cut into one block a device, in logical order.
+      dim: the dimension that is cut into a block for each device, in logical order.
       tiled: True divides the dimension by n; False removes it, and its size must be n.
       mode: as in `all_gather`, with `lax.psum_scatter` in place of `lax.all_gather`.
       wire_dtype: as in `Axis`. Rings add 16-bit floats in float32, and round at every hop.

@@ -1,4 +1,4 @@
-"""Chunked modes that cut another label than the ring's, with one collective for each chunk."""
+"""Chunked modes that cut another label than the ring's, with a collective for each chunk."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -91,7 +91,7 @@ def make_call(
 def gathered_operand(
     call: EinsumOptions, label: str, lhs: MaybeQuantized, rhs: MaybeQuantized
 ) -> Operand:
-    """Returns the operand sharded along `label`: the only or smaller one."""
+    """Returns the operand sharded along `label`: the only or the smaller."""
     labels = call.labels
     if len(label) != 1 or label not in labels.lhs + labels.rhs:
         raise value_error(
@@ -135,13 +135,13 @@ def gather(
 
         are_whole(left.scales, dim, ring, refused=True)
     left, rights = vary_alike(ring.names, left, rights)
-    if (wire := ring.low_bit(left.dtype)) is not None:
+    if (rounding := ring.low_bit(left.dtype)) is not None:
         from jaxpar.axis.rounding import straight_through
 
-        left = straight_through(wire, left, dim)
+        left = straight_through(rounding, left, dim)
     low_bit = isinstance(left, Quantized)
     products, width = [product] * len(rights), bits_of(rights[0].dtype)
-    sent = bits_of(left.values.dtype) if low_bit else width  # bits of one number in transfer
+    sent = bits_of(left.values.dtype) if low_bit else width  # bits of a number in transfer
     for_left, for_rights = gradients_of_gather(products, left.dtype, [r.dtype for r in rights])
     forth = flow_of("gather", label, ring.size, products, sizes, width, sent, quantized=low_bit)
     rounds = ring.low_bit_sums(left.dtype) is not None

@@ -59,7 +59,7 @@ def all_gather_matmul(
 
     Cost: each of n devices sends (n-1)/n of the full operand. A unidirectional ring takes n-1 hops,
     to higher logical indices. A bidirectional ring takes n/2, with half the bytes on each link. The
-    derivative overlaps one reduce-scatter with its matmuls, and gathers again unless the operand
+    derivative overlaps a reduce-scatter with its matmuls, and gathers again unless the operand
     was saved (`keep_gathered` of `Axis`).
 
     Example:
@@ -201,7 +201,7 @@ def collective_einsum(
     precision: PrecisionLike = None,
     wire_dtype: WireLike = None,
 ) -> Weights:
-    """Computes an einsum over a ring that gathers one operand or scatters the result.
+    """Computes an einsum over a ring that gathers an operand or scatters the result.
 
     Args:
       subscripts: such as `"bmk,kn->bmn"`. Each letter occurs in two or three of lhs, rhs and
@@ -209,7 +209,7 @@ def collective_einsum(
       lhs: local operand.
       rhs: local operand, or a tuple, which shares one gather of lhs.
       axis: mesh axes, or an `Axis`.
-      gather: the label along which an operand is sharded. If both operands have it, the one that is
+      gather: the label along which an operand is sharded. If both have it, the operand that is
         shorter along it is sharded.
       scatter: the label along which the sum over the ring is scattered. Give either `gather` or
         `scatter`.
@@ -219,7 +219,7 @@ def collective_einsum(
       wire_dtype: as in `Axis`.
 
     Returns:
-      The local result, with the full gathered label or this device's block of the scattered one,
+      The local result, with the full gathered label or this device's block of the scattered label,
       varying over `axis` and all axes of the operands. A tuple gives a tuple.
 
     Raises:

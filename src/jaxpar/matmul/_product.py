@@ -29,7 +29,7 @@ Out = Num[Array, "*out"]
 
 @dataclass(frozen=True)
 class Product:
-    """The labels of one einsum, `left,right->out`, and the dtype of its result."""
+    """The labels of an einsum, `left,right->out`, and the dtype of its result."""
 
     left: str
     right: str

@@ -16,7 +16,7 @@ class RingEinsum:
 
     way: Way  # of a forward pass that is derived
     backward: Way
-    underived: Way  # of one that is not, and need not save anything
+    underived: Way  # of a pass that is not, and need not save anything
     label: str  # the label that is sharded over the ring
     arithmetic: Arithmetic
     # Runs again in the backward pass, inside jax.checkpoint, where the result is not used. If

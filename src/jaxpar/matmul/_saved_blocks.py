@@ -35,7 +35,7 @@ from jaxpar.ring.ways import Arrivals, Kept, Place
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """All scales, and the gathered array, or its blocks without a local one used first."""
+    """All scales, and the gathered array, or its blocks without a local block used first."""
 
     blocks: list[Leaf]
     scales: Scales | None

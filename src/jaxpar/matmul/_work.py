@@ -24,7 +24,7 @@ def flow_of(
     `width` and `wire` are bits of a number, the latter in transfer.
     """
     moving = products[0].left if kind == "gather" else products[0].out
-    block = prod(sizes[0][name] for name in moving) // size * wire // 8  # bytes of one block
+    block = prod(sizes[0][name] for name in moving) // size * wire // 8  # bytes of a block
 
     def cut_along(along: str) -> Flow:
         whole, shared, sums, minor, cut, sliced, partners, exchanged, unaligned = (0,) * 9

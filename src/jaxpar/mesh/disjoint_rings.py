@@ -13,7 +13,7 @@ _Links = list[set[int]]  # for each device, the two devices at the other ends of
 
 def split_torus(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Splits a torus into Hamiltonian cycles by exchanging links."""
-    # Each factor begins with one dimension's links. Two with opposite sides of a square exchange
+    # Each factor begins with a dimension's links. Two with opposite sides of a square exchange
     # them, unless that makes more cycles.
     for seed in range(1000):
         factors = _exchanged(sizes, Random(seed))

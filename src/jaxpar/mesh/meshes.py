@@ -50,7 +50,7 @@ def make_mesh(
 
     On a full box of one-device TPU chips, with up to four axes longer than 1, all neighbours are
     one link apart if any order allows it. Otherwise later axes take precedence: first for rings of
-    one link, then for shorter steps. Devices of one chip are neighbours on the last axis whose size
+    one link, then for shorter steps. Devices of a chip are neighbours on the last axis whose size
     allows it. TPU slices of equal shape lie along the first axes, all with the same layout.
 
     Other TPU devices keep their order. Other platforms use `jax.experimental.mesh_utils`.
@@ -121,7 +121,7 @@ def stays_within_a_slice(mesh: Mesh, name: str) -> bool:
 
 def _messages_a_link(mesh: Mesh, names: tuple[str, ...], how: How) -> int:
     """Returns the busiest link's messages, if all rings send in both directions."""
-    # Hops take dimensions one by one, in the shorter direction.
+    # Hops take dimensions in turn, in the shorter direction.
     rings = _rings(mesh, names)
     size = rings.shape[1]
     places = np.array([(slice_of(device), *device.coords) for device in rings.flat])
@@ -268,7 +268,7 @@ def ring_hops(mesh: Mesh, axis: AxisLike) -> Int[np.ndarray, "rings size"]:
       axis: mesh axes in any order.
 
     Returns:
-      `hops[r, p]`: the links from logical index `p` to `p + 1`, or from the last one to 0, on ring
+      `hops[r, p]`: the links from logical index `p` to `p + 1`, or from the last to 0, on ring
       `r`. Rings are in mesh order of the other axes. On TPUs, this is the distance on the torus of
       the mesh's devices, and 0 inside a chip. Dimensions of 16 wrap around on v5e and v6e. On v4,
       v5p and tpu7x, either all dimensions wrap around (each a multiple of 4) or none. On other

@@ -1,4 +1,4 @@
-"""Walks through all devices of a torus or a cube that share no link: one for each ring.
+"""Walks through all devices of a torus or a cube that share no link: a walk for each ring.
 
 A torus of two closed dimensions splits into two cycles, which use every link once. If one side
 divides the other, places are computed: a lookup costs a TPU a microsecond. Other tori need a search
@@ -80,7 +80,7 @@ class AcrossCube(Walk):
     """Exchanges between neighbours of a cube with two devices a side."""
 
     # A hop's dimension is the bit that changes in the Gray code: a b a c a b a c. Walks begin with
-    # different dimensions, and never share one.
+    # different dimensions, and never share any.
     exchanges: ClassVar[bool] = True
     dimensions: int
     first: int
@@ -154,7 +154,7 @@ class AlongLong(_OfRectangle):
 
     # It takes the links that `AlongShort` leaves. long / short and short - 1 must be coprime.
     def device(self, step: Place) -> Place:
-        leg = step // self.short  # a leg is `short` devices of one column
+        leg = step // self.short  # a leg is `short` devices of a column
         row, column = (step - leg) % self.long, leg % self.short
         return _index(row, column, self.long, self.short, self.exchanged)
 
@@ -247,7 +247,7 @@ def walks_over(sizes: dict[str, int]) -> tuple[Walk, ...]:
 
 
 def disjoint_cycles(sizes: tuple[int, ...]) -> tuple[Cycle, ...]:
-    """Returns cycles that share no link, one for each closed dimension of 3 or more.
+    """Returns cycles that share no link, a cycle for each closed dimension of 3 or more.
 
     Source: theorems of Kotzig (1973) for two dimensions, and of Aubert and Schneider (1982) for
     more.

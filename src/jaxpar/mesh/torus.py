@@ -6,7 +6,7 @@ neighbours, and the next axis steps over its tiles. A ring is a closed walk thro
 For rings of one link, split each closed dimension of 4 into two of 2, and give each axis full
 dimensions, so that its tile `_closes`. `_walk` shows that this suffices. With one device a chip, it
 is necessary: steps on two axes span a square of the mesh, and opposite sides of a square in the box
-are along one dimension, so no two axes share a dimension. Several devices a chip are one more
+are along one dimension, so no two axes share a dimension. Several devices a chip are another
 dimension.
 """
 
@@ -72,7 +72,7 @@ def _box(devices: list[Any]) -> Shaped[np.ndarray, "*extent cores"] | None:
     return box.reshape(*extent, cores)
 
 
-_MOST_TILES = 20_000  # limit of one search; three axes on 4096 chips need a few hundred
+_MOST_TILES = 20_000  # limit of a search; three axes on 4096 chips need a few hundred
 
 
 class _Dim(NamedTuple):
@@ -81,7 +81,7 @@ class _Dim(NamedTuple):
     left: int
     stride: int
     around: int  # places on the full dimension if it is closed, otherwise 0
-    cost: int  # links from one place to the next; 0 between the devices of a chip
+    cost: int  # links from a place to the next; 0 between the devices of a chip
 
 
 class _Side(NamedTuple):
@@ -133,13 +133,13 @@ class _TileSearch:
         self.shape = shape
         self.axes = [axis for axis in reversed(range(len(shape))) if shape[axis] > 1]
         self.looked_at = 0
-        # A closed walk through several chips needs one link for each.
+        # A closed walk through several chips needs a link for each.
         sums = (n // cores if n > cores else 0 for n in (shape[axis] for axis in self.axes))
         self.least = [(0, 1, total) for total in sums]
         self.chosen: tuple[_Key, _Tiles] | None = None
 
     def best(self, dims: tuple[_Dim, ...]) -> _Tiles:
-        # Try all orders of nesting. One that helps an earlier axis must not cost a later one.
+        # Try all orders of nesting. One that helps an earlier axis must not cost a later axis.
         orders = permutations(self.axes) if len(self.axes) < 5 else [tuple(self.axes)]
         for order in orders:
             self._nest(order, dims, self.least, {})

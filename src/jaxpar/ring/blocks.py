@@ -67,7 +67,7 @@ class Group:
 class Blocks:
     """How leaves are cut into blocks, and how blocks travel."""
 
-    stages: tuple[Way, ...]  # one algorithm per axis, for a scatter. A gather starts with the last.
+    stages: tuple[Way, ...]  # an algorithm per axis, for a scatter. A gather starts with the last.
     groups: tuple[Group, ...]  # leaves that are cut. Others are replicated and stay.
     derived_by_jax: bool = False  # if so, sums keep their dtypes
     low_bit: LowBit | None = None
@@ -235,7 +235,7 @@ def group_leaves(
 ) -> tuple[Group, ...]:
     """Groups leaves that are cut along `dims`; None: replicated.
 
-    Leaves `join` if they share a dtype, and differ in one dimension, not the one that is cut.
+    Leaves `join` if they share a dtype, and differ in one dimension that is not cut.
     `scales` join only each other.
     """
     groups = _buckets(leaves, dims, scales, size)

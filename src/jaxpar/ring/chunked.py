@@ -1,4 +1,4 @@
-"""The algorithm with one collective for each chunk of the blocks."""
+"""The algorithm with a collective for each chunk of the blocks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from jaxpar.axis.vma import vary_over, varying_axes
 from jaxpar.compiler.compat import empty_like_blocks
 
-Block = Shaped[Array, "*block"]  # one device's part of an array
+Block = Shaped[Array, "*block"]  # a device's part of an array
 Whole = Shaped[Array, "*whole"]  # the full array, of all blocks
 
 
@@ -29,7 +29,7 @@ class Span:
         return _cut_at(x, self.start, self.size, dim)
 
     def of_blocks(self, x: Whole, dim: int, length: int) -> Block:
-        """Returns these positions' entry, where `x` has one for each block."""
+        """Returns these positions' entry, where `x` has an entry for each block."""
         if self.size == x.shape[dim] * length:
             return x
         is_known = isinstance(self.start, int)
@@ -69,7 +69,7 @@ def join_dims(x: Array, dim: int) -> Array:
 def unwritten(whole: Whole | None, part: Block, dim: int, length: int) -> Whole:
     """Returns `whole`, or memory that later steps write completely."""
     if whole is None:
-        # Not zeros: every step overwrites them, and filling is one more pass over the result.
+        # Not zeros: every step overwrites them, and filling is another pass over the result.
         return empty_result(part, dim, length)
     return vary_over(varying_axes(part), whole)
 
@@ -85,7 +85,7 @@ def even_cuts(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def empty_result(piece: Block, dim: int, length: int) -> Whole:
-    """Returns unwritten memory of `length` along `dim`, for pieces like this one."""
+    """Returns unwritten memory of `length` along `dim`, for pieces like this."""
     pieces = -(-length // piece.shape[dim])
     whole = vary_over(varying_axes(piece), empty_like_blocks(piece, dim, pieces))
     return lax.slice_in_dim(whole, 0, length, axis=dim)

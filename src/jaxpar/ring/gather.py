@@ -25,10 +25,10 @@ At = Callable[[Index, int | None], Positions]  # from an owner and a share; None
 class Gather:
     """A gather of all devices' blocks, in phases. The last phase uses them."""
 
-    phases: Sequence[Phase]  # several if blocks go along one torus dimension after the other
+    phases: Sequence[Phase]  # several if blocks go along torus dimensions in turn
     directions: tuple[int, ...]
     cuts: Sequence[tuple[int, int]]  # start and size of each share in a block
-    dim: int | None  # along which blocks form the full array; None: blocks are used one by one
+    dim: int | None  # along which blocks form the full array; None: blocks are used in turn
     whole_opposite: bool = False
     reach: int | None = None
 
@@ -131,7 +131,7 @@ class Gather:
         """Runs a phase. `local` is the local block, or its shares."""
         ways = len(self.directions)
 
-        # `blocks` are the arrivals, one for each hop of the step, in the order of its hops: both
+        # `blocks` are the arrivals, a block for each of the step's hops, in order: both
         # directions of ring 1, then both of ring 2. In the first step they are the local block.
         def step(state: Any, t: Step) -> Any:
             index, carry, blocks = state

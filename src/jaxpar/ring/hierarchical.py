@@ -1,4 +1,4 @@
-"""Gathers and scatters along one dimension of a torus after the other, and their cost."""
+"""Gathers and scatters along the dimensions of a torus in turn, and their cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hierarchical(Stepwise):
-    """Blocks, sums, or both go along one torus dimension after the other.
+    """Blocks, sums, or both go along the torus dimensions in turn.
 
     Each share uses a different dimension at a time. Other flows use disjoint rings.
     """
@@ -79,7 +79,7 @@ class AlongDimensions(Phase):
     """A phase over a torus of equal sides.
 
     A scatter's first phase leaves each device the sums for a slab of owners. The next ones divide
-    it. A gather has the same phases, the last one first. With `halves`, a share is two arrays, half
+    it. A gather has the same phases, the last first. With `halves`, a share is two arrays, half
     of the slab each.
     """
 
@@ -97,7 +97,7 @@ class AlongDimensions(Phase):
         starts, sizes = [0 for _ in dimensions], [*self.sides(ring)]
         along = dimensions.index(walk.dimension)
         starts[along], sizes[along] = walk.place(owner), 1
-        if self.halves:  # along the first other side: each half is one stretch of a slab
+        if self.halves:  # along the first other side: each half is a stretch of a slab
             other = 1 if along == 0 else 0
             sizes[other] //= 2
             starts[other] = ring % 2 * sizes[other]
@@ -182,7 +182,7 @@ def time_of_blocks(
         seconds += hop(sent) + max(placed, (hops + opposite - 1) * hop(sent))
         sent *= side
     pieces = side * shares
-    if opposite:  # slabs are cut in halves, the second one during transfers
+    if opposite:  # slabs are cut in halves, the second during transfers
         seconds += shares * copy_time(chip, sent) / 2
         pieces *= 2
     joined = 0.0

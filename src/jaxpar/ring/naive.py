@@ -1,4 +1,4 @@
-"""The naive algorithm over a ring: one collective of `jax.lax`."""
+"""The naive algorithm over a ring: a collective of `jax.lax`."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Naive(Way):
         return all_gather(x, self.ring.names, dim)
 
     def _visit(self, block: Any, consume: Any, take: Take, state: Any) -> Any:
-        """Gathers blocks, and consumes other devices' blocks one by one."""
+        """Gathers blocks, and consumes other devices' blocks in turn."""
         if self.ring.size == 1:
             return state
         index, axes = self.ring.index(), self.ring.names
@@ -201,7 +201,7 @@ def sent_time(problem: Problem, flow: Flow, kind: FlowKind) -> float:
 
 
 def _passes(problem: Problem, kind: FlowKind) -> float:
-    """Returns a collective's time, relative to one ring in both directions."""
+    """Returns a collective's time, relative to a ring in both directions."""
     # XLA all-reduces over the links of all dimensions, or over one by a reduce-scatter and an
     # all-gather. A scatter over a full slice of equal sides is an all-reduce too.
     chip, size = problem.figures, problem.ring.size
@@ -223,6 +223,6 @@ def _spanned(chip: Chip, size: int, devices: int) -> int:
     while prod(sides) < devices:
         sides[sides.index(min(sides))] *= 2
     sides = sorted((side for side in sides if side > 1), reverse=True)
-    # Only dimensions that the ring fills, of more than one link: part of one is no closed ring.
+    # Only dimensions that the ring fills, of more than one link: a part is no closed ring.
     filled = (n for n in range(1, len(sides) + 1) if prod(sides[:n]) <= size and sides[n - 1] > 2)
     return max(filled, default=1)

@@ -34,7 +34,7 @@ def equal_pieces(length: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def half_of(block: Array, half: int) -> Array:
-    """Returns a half, along an even dimension if there is one."""
+    """Returns a half, along an even dimension if there is any."""
     # Avoids dimensions that explicit mesh axes shard: they would be resharded.
     dim = _halved_dim(block)
     size = block.shape[dim]

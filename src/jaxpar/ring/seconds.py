@@ -1,6 +1,6 @@
 """Flows, and the cost model that predicts their seconds.
 
-A flow is one device's work that overlaps with arriving blocks or leaving sums. Times: seconds.
+A flow is a device's work that overlaps with arriving blocks or leaving sums. Times: seconds.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Flow:
 
     kind: FlowKind
     flops: float = 0.0
-    block_bytes: int = 0  # of one block on the wire
+    block_bytes: int = 0  # of a block on the wire
     whole: int = 0  # read by every piece, such as a weight
     shared: int = 0  # each piece has its share
     sums: int = 0  # every piece adds to them

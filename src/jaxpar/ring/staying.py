@@ -1,4 +1,4 @@
-"""The algorithm in which a matmul's other operand travels, not the one that is sharded."""
+"""The algorithm in which a matmul's other operand travels, not the sharded operand."""
 
 from __future__ import annotations
 

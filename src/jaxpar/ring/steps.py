@@ -1,6 +1,6 @@
 """Ring programs as data: each step's work, and the transfers that overlap with it.
 
-A block is one device's part of a sharded array; that device is its owner. This program brings four
+A block is a device's part of a sharded array; that device is its owner. This program brings four
 blocks to all devices, in both directions, `gather_steps(4, (1, -1))`:
 
     Step(0, blocks=[+1, -1])                     # uses the local block while it leaves
@@ -65,9 +65,9 @@ def gather_steps(
     #     step   uses            meanwhile
     #        0   block 0         block 0 is sent to 1 and to 3
     #        1   blocks 3 and 1  half of each is sent on: of block 3 to 1, of block 1 to 3
-    #        2   block 2         nothing: one half arrived from 3, the other from 1
+    #        2   block 2         nothing: a half arrived from 3, the other from 1
     #
-    # Five devices have no opposite one: step 1 sends full blocks on, and step 2 uses two blocks.
+    # Five devices have no opposite device: step 1 sends full blocks on, and step 2 uses two blocks.
     hops = _hops(directions, rings)
     halves = tuple(
         Hop(direction, half, ring)
@@ -95,7 +95,7 @@ def scatter_steps(
     """Returns the program that sends each device the sum of all devices' shares for it."""
     # With one piece, a sum is under way while the share added to it is computed. With two
     # alternating pieces, it has arrived by then. `staggered` makes sums without an addition first:
-    # the opposite device's first half has one step more to arrive.
+    # the opposite device's first half has a step more to arrive.
     # Four devices, both directions, two pieces, seen from device 0. 2a is the first half of the sum
     # for device 2. A sum that arrives holds the shares of all devices on its path so far:
     #
@@ -108,7 +108,7 @@ def scatter_steps(
     #     0a        from 1 and, with the share of 2, from 3     3b leaves to 3, 1b to 1
     #     0b        from 3 and, with the share of 2, from 1     nothing
     #
-    # So each transfer of a sum overlaps with one step's work before the sum is used. With one
+    # So each transfer of a sum overlaps with a step's work before the sum is used. With one
     # piece, sum 1 would be made while the share of device 3 is still under way.
     reached, opposite = divmod(size - 1, len(directions))
     halves = range(pieces) if pieces > 1 else [None]
@@ -137,7 +137,7 @@ def scatter_steps(
 def circulate_steps(
     size: int, directions: tuple[int, ...], *, rings: int = 1, reach: int | None = None
 ) -> list[Step]:
-    """Returns the program in which blocks visit all devices, and sums follow one step behind.
+    """Returns the program in which blocks visit all devices, and sums follow a step behind.
 
     With a `reach`, blocks stop there, and their sums return in one transfer.
     """

@@ -62,7 +62,7 @@ class Stepwise(Way):
     directions: tuple[int, ...]  # of a gather, (1,) or (1, -1). Sums go the other way.
     order: Order
     whole_opposite: bool = False  # whether the opposite device's block arrives in one piece
-    # disjoint ones, each with its share of every block. None: one, in logical order.
+    # disjoint ones, each with its share of every block. None: a ring in logical order.
     rings: tuple[Ring, ...] | None = None
     reach: int | None = None  # number of hops in each direction; None: to all devices
 
@@ -161,7 +161,7 @@ class Stepwise(Way):
         phases = self._sum_phases(shares)
         work = () if tasks is None else tasks(self._parts)
         # Staggering fills waiting time, and so do all tasks but the first, which runs ahead of the
-        # steps. Quantized sums are not staggered: one more quantization costs more than it saves.
+        # steps. Quantized sums are not staggered: another quantization costs more than it saves.
         staggered = len(work) < 2 and self.ring.low_bit_sums(dtype) is None
         steps = scatter_steps(
             phases[0].around, self.directions, pieces, rings=shares, staggered=staggered
@@ -276,7 +276,7 @@ class Stepwise(Way):
                 else hop_time(chip, block / 2)
                 for hop in step.blocks
             ]
-            # A torus has one link per direction. On a GPU both directions share one port.
+            # A torus has a link per direction. On a GPU both directions share one port.
             sent = max(distance, default=0.0) if chip.torus else sum(distance, 0.0)
             computed = work * max(1, whole)
             if not step.hops and sent <= work * len(self.directions):

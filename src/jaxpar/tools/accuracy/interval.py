@@ -145,7 +145,7 @@ def of_steps(chip: str) -> Interval | None:
 def of_parts(played: Timeline, target: Target) -> Interval | None:
     """Returns the interval of a program's seconds from those of its operations.
 
-    Errors of one class are alike, those of several classes independent: half-widths add as squares,
+    Errors of a class are alike, those of several classes independent: half-widths add as squares,
     each by its part of the seconds. None if a part of `LEAST` or more has no measurement.
     """
     parts = _parts(played, target)
@@ -178,7 +178,7 @@ def texts_of(played: Timeline, target: Target) -> list[str]:
 
 
 def lines_of(texts: Iterable[str]) -> list[str]:
-    """Returns texts, each once, with a chip's unmeasured kinds in one line."""
+    """Returns texts, each once, with a chip's unmeasured kinds on a line."""
     measured: list[str] = []
     others: dict[str, list[str]] = defaultdict(list)
     for text in dict.fromkeys(texts):

@@ -52,7 +52,7 @@ class Measurement:
     seconds: float
     source: str
     options: dict[str, str] = field(default_factory=dict[str, str])
-    times: int = 1  # how often one program did it, each time with the last result
+    times: int = 1  # how often the program did it, each time with the last result
 
     @property
     def chip(self) -> str:

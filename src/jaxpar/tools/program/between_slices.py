@@ -1,6 +1,6 @@
 """Transfers between TPU slices, which a program's text has as sends and receives of the host.
 
-A program for several slices is the program of each: other collectives number the devices of one.
+A program for several slices is the program of each: other collectives number a slice's devices.
 """
 
 import re

@@ -73,7 +73,7 @@ class Message:
     pairs: tuple[tuple[int, int], ...] = ()  # of a permute: sources and targets
     groups: Sequence[Sequence[int]] = ()  # of other collectives; none: one group of all devices
     ways: int = 2  # on a torus: links of a device in use at a time
-    phases: int = 1  # on a torus: dimensions used one after the other
+    phases: int = 1  # on a torus: dimensions used in turn
     between_slices: bool = False  # over the network; its numbers are ids of devices
     kernel: str = ""  # of XLA's own, in place of NCCL's: such as one-shot
 
@@ -218,7 +218,7 @@ def _kernel(i: Instruction, flops: float) -> Matmul:
         return Matmul(flops, width)
     rows = matrices[0].shape[0]
     tile = int(i.after('ragged_dot_tiling="').partition(",")[0])
-    # Lists with an entry per tile to visit: the operand's tiles, and one per shared tile.
+    # Lists with an entry per tile to visit: the operand's tiles, and another per shared tile.
     visits = max((array.shape[0] for array in arrays if len(array.shape) == 1), default=0)
     twice = max(0, visits - -(-rows // tile)) * tile / rows
     return Matmul(flops, width, rows=rows, twice=twice)

@@ -16,7 +16,7 @@ Results = Sequence[core.Var | core.Literal]
 
 
 def device_flops(jaxpr: core.ClosedJaxpr, devices: int) -> float:
-    """Returns the FLOPs of all matmuls that one of `devices` runs.
+    """Returns the FLOPs of all matmuls that each of `devices` runs.
 
     Outside of `shard_map`s, all devices share the work. A loop of unknown length counts once.
     """

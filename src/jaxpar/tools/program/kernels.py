@@ -16,7 +16,7 @@ from jaxpar.tools.program.constants import Atom, Known, bodies, opened, value_of
 
 KERNELS = ("pallas_call", "mpmd_map")  # JAX's names of kernels with a grid, and on several cores
 PRODUCTS = ("dot_general", "scaled_dot", "scaled_matmul_wrapper")
-MOST_STEPS = 1 << 20  # of a grid; in a larger one all blocks count as run
+MOST_STEPS = 1 << 20  # of a grid; in a larger grid all blocks count as run
 
 Steps = Bool[np.ndarray, " steps"]
 # By the number of a grid's dimension, or by the name of an axis of cores.
@@ -125,7 +125,7 @@ def _on_grid(eqn: core.JaxprEqn, known: Known) -> Kernel:
 def _computed(
     jaxpr: core.Jaxpr, known: Known, active: Steps, places: Places
 ) -> tuple[Kernel, Known]:
-    # Known scalars are one per step, or one for all.
+    # Known scalars have an entry per step, or one for all.
     total, values, times = Kernel(), dict(known), int(active.sum())
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

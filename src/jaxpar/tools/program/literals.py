@@ -48,7 +48,7 @@ def _written(match: re.Match[str], literal: dict[int, Any]) -> str:
     else:
         numbers = np.array([*numbers_of(packed[0])], np.uint64)
         numbers = numbers.astype(np.int64) if is_signed else numbers
-    # The major dimension comes first. The layout names the minor one first.
+    # The major dimension comes first. The layout names the minor first.
     order = [int(dim) for dim in (match[5] or "").split(",") if dim][::-1] or range(len(shape))
     stored = numbers.reshape([shape[dim] for dim in order])
     table = str(stored.transpose(np.argsort(order)).tolist())

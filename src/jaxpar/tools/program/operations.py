@@ -94,7 +94,7 @@ class Control(Operation):
 
 
 class Call(Control):
-    """Runs its one schedule."""
+    """Runs its schedule."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,7 +51,7 @@ def _is_memset(kernel: str) -> bool:
 
 def _places(kernels: Sequence[str], scheduled: Sequence[str]) -> list[int]:
     places: list[int] = []
-    waiting: list[str] = []  # unknown kernels since the last known one
+    waiting: list[str] = []  # unknown kernels since the last known kernel
     for kernel in kernels:
         last = places[-1] if places else -1
         # A kernel only further back belongs to another, equal instruction.

@@ -10,7 +10,7 @@ Kind = Literal["compute", "transfer", "copy", "wait"]
 
 @dataclass(frozen=True)
 class Event:
-    """An interval on one row of a timeline.
+    """An interval on a row of a timeline.
 
     Attributes:
       name: the HLO instruction.
@@ -21,7 +21,7 @@ class Event:
         the network between TPU slices.
       start: seconds from the start of the run.
       end: likewise.
-      bytes: bytes that one device sends.
+      bytes: bytes that a device sends.
       synchronous: whether no other work overlaps with it.
       covers: matmuls between a transfer's start and done.
       is_matmul: whether it is a matmul.

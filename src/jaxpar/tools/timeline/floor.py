@@ -21,7 +21,7 @@ from jaxpar.tools.toolkit_api import AxisLike, Chip, axis_names, naming, readabl
 @readable
 @dataclass(frozen=True)
 class Floor:
-    """Two lower limits of a time, in seconds. No schedule beats the longer one.
+    """Two lower limits of a time, in seconds. No schedule beats the longer limit.
 
     Attributes:
       compute: all computation alone.
@@ -69,9 +69,9 @@ def matmul_floor(
     Args:
       target: from `jaxpar.schedule.target`.
       subscripts: the local einsum, as in `"mk,kn->mn"`.
-      lhs: shape of the left operand on one device, after a gather.
+      lhs: shape of the left operand on a device, after a gather.
       rhs: likewise.
-      sent_bytes: bytes that one device sends in the forward pass: `(n - 1) / n` of the gathered
+      sent_bytes: bytes that a device sends in the forward pass: `(n - 1) / n` of the gathered
         operand, or of the result before its scatter.
       axis: the mesh axes of the gather or scatter. None: one ring.
       dtype: the dtype.

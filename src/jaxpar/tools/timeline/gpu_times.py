@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxpar.tools.toolkit_api import Gpu, platform_of
 
-LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next one is twice as large
+LEAST, SIZES = 512, 21  # the first size of a series in bytes; each next size is twice as large
 
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NEAREST = 8  # products of which a time is interpolated
@@ -84,7 +84,7 @@ def collectives(gpu: str, nccl: str) -> Series:
 
 
 def never_falling(times: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
-    """Returns times in which no size takes longer than a larger one.
+    """Returns times in which no size takes longer than a larger size.
 
     Single points are far off: 1 KiB takes 18 us where 2 KiB take 7, with one version of NCCL and
     not with the next.
@@ -113,10 +113,10 @@ class PublicProducts:
         return list(zip(self.sizes.min(0).tolist(), self.sizes.max(0).tolist(), strict=True))
 
     def of(self, m: int, k: int, n: int) -> float:
-        """Returns the seconds of one product [m, k] x [k, n].
+        """Returns the seconds of a product [m, k] x [k, n].
 
         The nearest in logarithms of sizes tell how much longer than the roofline it takes; a
-        nearer one counts more, by the square of its distance.
+        nearer product counts more, by the square of its distance.
         """
         if (m, k, n) not in self.known:
             self.known[m, k, n] = self.between(np.array([m, k, n], float))

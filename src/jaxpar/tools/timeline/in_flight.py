@@ -17,7 +17,7 @@ class Open(Generic[Held]):
 
 
 class UnderWay(Generic[Held]):
-    # A loop may start one again before it waits for the previous iteration's.
+    # A loop may start a transfer again before it waits for the previous iteration's.
     def __init__(self) -> None:
         self.open: list[Open[Held]] = []
 
@@ -41,7 +41,7 @@ class UnderWay(Generic[Held]):
         return begun
 
     def has(self, collective: Collective) -> bool:
-        """Returns whether an open one contains this collective."""
+        """Returns whether an open start contains this collective."""
         begun = self.used(collective) if collective.is_fused else None
         return (
             begun is not None

@@ -26,7 +26,7 @@ from jaxpar.tools.toolkit_api import (
     slice_of,
 )
 
-RACK = 72  # GPUs that one switch joins across hosts
+RACK = 72  # GPUs that a switch joins across hosts
 OWN_KERNEL = "(XLA's"  # in a row: a kernel of XLA's own, in place of NCCL's
 BETWEEN_SLICES = "(DCN)"  # in a row: over the data-centre network between TPU slices
 
@@ -38,7 +38,7 @@ class Route:
     links: Int[np.ndarray, "used"]  # indices of the links in use
     seconds: Float[np.ndarray, "used"]  # of each of them
     hops: int
-    in_pieces: bool = False  # a piece is forwarded while the next one arrives
+    in_pieces: bool = False  # a piece is forwarded while the next arrives
     starts: float = 1.0  # how many starts of a transfer
     latency: float = 0.0  # a table's, in place of starts and hops
 
@@ -49,7 +49,7 @@ class Route:
 @dataclass(frozen=True)
 class Transfer:
     row: str  # where the timeline shows it
-    sent: float  # bytes that one device sends
+    sent: float  # bytes that a device sends
     route: Route
     is_measured: bool = False  # a GPU's table covers its size
 
@@ -165,14 +165,14 @@ class Links:
 
     def there(self, transfer: Event) -> int:
         """Returns how many links a device has for it."""
-        # A port counts as one.
+        # A port counts as a link.
         if not self.chip.torus or BETWEEN_SLICES in transfer.row:
             return 1
         both_ways = [1 if extent == 2 else 2 for extent in self.extent if extent > 1]
         return max(1, sum(both_ways))
 
     def speed(self, transfer: Event) -> float:
-        """Returns the bytes a second of one of its links."""
+        """Returns the bytes a second of each of its links."""
         return self.chip.network if BETWEEN_SLICES in transfer.row else self.chip.link
 
     def least(self, transfer: Event) -> float:
@@ -339,7 +339,7 @@ class Links:
                 # Half way round, both directions are equal: a message and its answer take one each.
                 apart = np.where((2 * apart == -extent) & (here[:, dim] % 2 == 1), -apart, apart)
             most += np.abs(apart)
-            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages advance by one link
+            for _ in range(int(np.abs(apart).max(initial=0))):  # all messages advance by a link
                 step = np.sign(apart)
                 moving = step != 0
                 node = np.ravel_multi_index(tuple(here[moving].T), tuple(self.extent))

@@ -62,7 +62,7 @@ class Origins:
     def origin(self, i: Instruction) -> tuple[str, tuple[Line, ...]]:
         """Returns an instruction's traced operation and lines.
 
-        Merged instructions have those of one inside, else of the nearest operand or user.
+        Merged instructions have those of an inner instruction, else of the nearest operand or user.
         """
         if i not in self._origins:
             self._origins[i] = self._origin(i)

@@ -138,10 +138,10 @@ class Places(Generic[Player]):
         seconds = [player.computed for player in self.players]
         if len(groups) == 1:
             return {}
-        return {_name(mesh, group): taken for group, taken in zip(groups, seconds, strict=True)}
+        return {_name(mesh, group): time for group, time in zip(groups, seconds, strict=True)}
 
 
-def _name(mesh: Mesh, devices: Int[np.ndarray, " own"]) -> str:
+def _name(mesh: Mesh, devices: Int[np.ndarray, " group"]) -> str:
     """Names devices by axes along which they are not all, as in `"pp=3"`."""
     places = map(np.unique, np.unravel_index(devices, tuple(mesh.shape.values())))
     by_axis = dict(zip(mesh.axis_names, places, strict=True))

@@ -37,8 +37,8 @@ FIRST_BYTE, REACHED_BY_GPUS, KERNEL = 1.2e-6, 0.88, 2e-6
 SLOWEST, TILE = 1.2, 256
 # A GPU's slowdown against XLA's table if rows are not whole 16 bytes, measured on an H100.
 UNALIGNED = 2.4
-# Results per cycle of a kernel's vector operations on one TPU core: 2.25 vectors of 8 x 128.
-# Fitted to attention's forward and backward kernels in one profile of v6e.
+# Results per cycle of a kernel's vector operations on a TPU core: 2.25 vectors of 8 x 128.
+# Fitted to attention's forward and backward kernels in a profile of v6e.
 ON_VECTORS = 2.25 * 8 * 128
 
 
@@ -91,7 +91,7 @@ class Player:
         self.at_peak = 0.0  # seconds of the matmuls at the chip's peak, where known
         self.free = np.zeros(links.count)  # when each link is free
         self.busy = np.zeros(links.count)
-        self.stream = 0.0  # a GPU's transfers run one by one on one stream
+        self.stream = 0.0  # a GPU's transfers run in turn on one stream
         self.copies = dict[str, float]()  # as do copies between memories, by direction
         self.events: list[Event] = []
         self.under_way = UnderWay[Event | None]()  # None: it has arrived
@@ -109,7 +109,7 @@ class Player:
         return other
 
     def step(self, operation: Operation, others: float = 0.0) -> None:
-        """Does one operation; `others` is when the other devices of a collective begin it."""
+        """Does an operation; `others` is when the other devices of a collective begin it."""
         match operation:
             case Free():
                 pass
@@ -210,7 +210,7 @@ class Player:
         latency = self.links.latency(transfer.route)
         called = max(self.now, others)
         begin = called if self.chip.torus else max(called, self.stream)
-        ends = np.maximum(self.free[links], begin) + seconds  # a link sends messages one by one
+        ends = np.maximum(self.free[links], begin) + seconds  # a link sends messages in turn
         first = float((ends - seconds).min()) if ends.size else begin
         end = float(ends.max(initial=begin)) + latency
         self.beyond += 0.0 if transfer.is_measured else end - first

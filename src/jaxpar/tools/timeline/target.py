@@ -66,7 +66,7 @@ class Target:
     Attributes:
       name: the argument of `target`.
       mesh: the devices' mesh.
-      chip: figures of one device, or None.
+      chip: figures of a device, or None.
 
     Example:
       >>> target("v5e:2x2").platform
@@ -174,7 +174,7 @@ def target(
         GPU hosts and of v6e slices), and published and XLA's tables for GPUs. `"book"` uses the
         vendor's links with a microsecond per hop, and rooflines for GPUs.
       nccl: for GPUs, the version of NCCL whose times count, such as `"2.29"`; without a table of
-        its own, the next older one. Empty: the installed one, else the newest that was measured.
+        its own, the next older. Empty: the installed version, else the newest that was measured.
 
     Returns:
       A `Target`. Described devices cannot run anything.

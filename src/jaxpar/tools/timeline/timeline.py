@@ -38,7 +38,7 @@ from jaxpar.tools.toolkit_api import (
 )
 
 _FEW = 0.05  # of a total: a smaller share outside of the tables has no mark
-_ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for one transfer
+_ROUNDING, _ROUNDED = 1e-6, 1e-3  # tolerances for sums of seconds, and for a transfer
 
 
 @readable
@@ -107,7 +107,7 @@ class CompiledProgram:
 
     @cached_property
     def flops(self) -> float:
-        """Returns one device's FLOPs in the traced matmuls; 0 without a trace."""
+        """Returns a device's FLOPs in the traced matmuls; 0 without a trace."""
         from jaxpar.tools.program.flops import device_flops
 
         return 0.0 if self.jaxpr is None else device_flops(self.jaxpr, self.target.mesh.size)
@@ -130,7 +130,7 @@ def compile_for(
         may leave out its mesh.
       target: from `jaxpar.schedule.target`.
       *args: `jax.ShapeDtypeStruct`s of global arrays with a `sharding` (a `PartitionSpec` will do);
-        without one the compiler chooses. A plain `fn` gets leaves that are not arrays, such as
+        without it the compiler chooses. A plain `fn` gets leaves that are not arrays, such as
         functions, unchanged. In results, such leaves become None.
       compiler_options: as for `jax.stages.Lowered.compile`; `mode="auto"` knows of them. None:
         those of `jaxpar.compiler_options(target)`; `{}`: none. A `jaxpar.jit` function also keeps
@@ -305,7 +305,7 @@ class Timeline:
       compute: time in compute instructions.
       exposed: time in which the device only waits for transfers, also synchronous ones.
       transfer: time with at least one transfer under way.
-      sent_bytes: bytes that one device sends.
+      sent_bytes: bytes that a device sends.
       link_utilisation: the mean share of `total` that a used link is busy.
       peak_bytes: bytes of HBM at the peak.
       estimate: the source of compute times: `"the compiler's cycles"`, `"published and XLA's

@@ -1,6 +1,6 @@
 """Reads what ran on each device, and when, from a profiler's trace.
 
-A TPU has lines for runs, instructions and asynchronous operations, a GPU one per stream. CPU
+A TPU has lines for runs, instructions and asynchronous operations, a GPU for streams. CPU
 devices share threads; events name their device. Work that outlasts its event has another event at
 its end.
 """
@@ -31,7 +31,7 @@ class Ran:
     start: float  # whole nanoseconds
     end: float
     where: Where
-    program: str  # the name of its module, and its number if there is one
+    program: str  # the name of its module, and its number if any
     run: Any = None  # identifies a run of the program; None: the trace does not
     op: str = ""  # the operation of the traced program
     kind: str = ""  # the profiler's category, or the opcode, or the kernel
