@@ -261,8 +261,8 @@ def bind(
         check_among("mode", mode, MODES)
     mode, backward = (options.mode, options.backward) if mode is None else (mode, None)
     wire = options.wire_dtype if wire_dtype is None else as_wire("wire_dtype", wire_dtype)
-    how = options.names, mode, wire, backward, options.keep_gathered, options.gather_dtype
-    return Ring(*how, size=prod(_axis_size(argument, name) for name in options.names))
+    rest = options.names, mode, wire, backward, options.keep_gathered, options.gather_dtype
+    return Ring(*rest, size=prod(_axis_size(argument, name) for name in options.names))
 
 
 def _axis_size(argument: str, name: str) -> int:

@@ -28,7 +28,7 @@ class Gather:
     phases: Sequence[Phase]  # several if blocks go along torus dimensions in turn
     directions: tuple[int, ...]
     cuts: Sequence[tuple[int, int]]  # start and size of each share in a block
-    dim: int | None  # along which blocks form the full array; None: blocks are used in turn
+    dim: int | None  # along which blocks form the full array; None: blocks are used singly
     whole_opposite: bool = False
     reach: int | None = None
 

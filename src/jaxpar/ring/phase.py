@@ -22,7 +22,7 @@ Ordering = Callable[[Index, Any, Send, Work], Beside]  # as `Order.beside`
 
 @dataclass(frozen=True)
 class Phase:
-    """The rings of all shares at a time; one phase, unless a torus has several."""
+    """The rings of all shares at one time; one phase, unless a torus has several."""
 
     rings: tuple[Ring, ...]
     halves = False

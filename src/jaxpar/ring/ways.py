@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxpar.choose.problem import Problem
     from jaxpar.ring.tasks import Task
 
-# Where a block lies in the full array. For blocks that are used in turn: the owner's index.
+# Where a block lies in the full array. For blocks that are used singly: the owner's index.
 Positions = Any  # Span | Comb | Slab | Array
 Arrivals = list[tuple[Any, Positions, Any]]  # (block, its positions, what `take` gave for them)
 Visits = list[tuple[Any, Index]]  # (part of a block, the logical index of its owner)
@@ -145,7 +145,7 @@ class Way:
 
         Args:
           dim: along which blocks form the full array. Positions are a `Span`, `Comb` or `Slab`.
-            None: blocks are used in turn, and positions are the owner's logical index, int32[].
+            None: blocks are used singly, and positions are the owner's logical index, int32[].
           split: without `dim`, splits a block into at most so many parts.
           kept: with `dim`, a list for the blocks of `Way.kept`.
 

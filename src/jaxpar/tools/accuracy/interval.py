@@ -178,7 +178,7 @@ def texts_of(played: Timeline, target: Target) -> list[str]:
 
 
 def lines_of(texts: Iterable[str]) -> list[str]:
-    """Returns texts, each once, with a chip's unmeasured kinds on a line."""
+    """Returns texts, each once, with a chip's unmeasured kinds in one line."""
     measured: list[str] = []
     others: dict[str, list[str]] = defaultdict(list)
     for text in dict.fromkeys(texts):
