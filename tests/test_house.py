@@ -454,6 +454,20 @@ def test_a_name_means_one_thing():
     assert set(twice) <= TWICE, "give it a name of its own"
 
 
+@pytest.mark.parametrize(
+    ("word", "most"), [("found", 0.5), ("one", 9.7), ("given", 2.1), ("own", 2.6)]
+)
+def test_words_that_say_nothing(word, most):
+    """A variable has the noun of what it holds. What is left of "one" is the number."""
+    text = "\n".join(path.read_text() for path in FILES.values())
+    check_ceiling(
+        f"uses of {word!r} for 1,000 lines",
+        round(1e3 * len(re.findall(rf"\b{word}\b", text)) / text.count("\n"), 2),
+        most,
+        0.9,
+    )
+
+
 @pytest.mark.parametrize("root", ["jaxpar.matmul._matmuls", "jaxpar.layers._ring_attention"])
 def test_lines_of_the_core_that_have_a_comment(root):
     lines = [line for module in closure(root) for line in has_comments(FILES[module])]

@@ -74,8 +74,8 @@ def traced_asynchronous() -> frozenset[str]:
 def traced_options(names: Collection[str]) -> dict[str, Any]:
     """Returns the stated options, or those of `names` in the environment."""
     told: _Told | None = _told.value
-    found = environment_options() if told is None else dict(told.options)
-    return {name: value for name, value in found.items() if told is not None or name in names}
+    options = environment_options() if told is None else dict(told.options)
+    return {name: value for name, value in options.items() if told is not None or name in names}
 
 
 def _warn() -> None:
@@ -93,5 +93,5 @@ def _warn() -> None:
 
 def environment_options() -> Options:
     words = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {os.environ.get('XLA_FLAGS', '')}".split()
-    given = [word.removeprefix("--").partition("=") for word in words]
-    return {name: value or "true" for name, _, value in given}
+    pairs = [word.removeprefix("--").partition("=") for word in words]
+    return {name: value or "true" for name, _, value in pairs}

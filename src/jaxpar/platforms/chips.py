@@ -160,10 +160,10 @@ _FITTED = Fitted(within=0.0, step_passes=0.0, chunk_passes=2.0, piece=3e-6, resi
 def platforms() -> tuple[Platform, ...]:
     """Returns the records of all files in `families`, which are loaded by the first question."""
     families = "jaxpar.platforms.families"
-    found = iter_modules(import_module(families).__path__)
-    modules = [import_module(f"{families}.{module.name}") for module in found]
-    known = (value for module in modules for value in vars(module).values())
-    return tuple(value for value in known if isinstance(value, Platform))
+    files = iter_modules(import_module(families).__path__)
+    modules = [import_module(f"{families}.{file.name}") for file in files]
+    values = (value for module in modules for value in vars(module).values())
+    return tuple(value for value in values if isinstance(value, Platform))
 
 
 @cache

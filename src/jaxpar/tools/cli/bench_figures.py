@@ -163,7 +163,8 @@ def print_figures(
     rows: Sequence[Row], figures: Sequence[Figures | str], clocks: Clocks | None, console: Any
 ) -> None:
     missing = dict.fromkeys(figure for figure in figures if isinstance(figure, str))
-    known = [(row, one) for row, one in zip(rows, figures, strict=True) if isinstance(one, Figures)]
+    pairs = zip(rows, figures, strict=True)
+    known = [(row, figure) for row, figure in pairs if isinstance(figure, Figures)]
     if known:
         console.print("[bold]Is it as fast as it should be?[/]", highlight=False)
         print_rows(console, _COLUMNS, [], show_header=True)
