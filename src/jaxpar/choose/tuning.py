@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +16,7 @@ import jax
 from jaxpar.arguments.calls import naming, readable, type_error, value_error
 from jaxpar.arguments.files import write_text
 from jaxpar.arguments.lazy_names import open_types
+from jaxpar.arguments.optional_packages import installed
 from jaxpar.choose.sites import AUTO, Asked, using
 from jaxpar.choose.trying import is_trying
 from jaxpar.platforms.async_options import traced_options
@@ -243,16 +243,8 @@ def load(tuning: TuningLike) -> Tuning:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    texts = {package: _version(package) for package in packages}
+    texts = {package: installed(package) for package in packages}
     return {package: text for package, text in texts.items() if text is not None}
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

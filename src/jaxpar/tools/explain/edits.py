@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import islice, permutations
 from os import sep
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,9 +23,13 @@ from jaxpar import compiler_options as options_of
 from jaxpar.mesh import make_mesh, ring_hops
 from jaxpar.tools.explain.forms import overlapped
 from jaxpar.tools.explain.narrow_sums import narrowed
-from jaxpar.tools.explain.program_arguments import ProgramArguments, as_namesakes, spec_of
+from jaxpar.tools.explain.program_arguments import (
+    ProgramArguments,
+    Resharded,
+    as_namesakes,
+    spec_of,
+)
 from jaxpar.tools.explain.repeats import hoisted, kept
-from jaxpar.tools.explain.resharded import Resharded, Reshardings
 from jaxpar.tools.explain.rewrite import Change, Handler, bound, rewritten
 from jaxpar.tools.program.sources import Line, line_of
 from jaxpar.tools.timeline.frameworks import donated_by, traced_for
@@ -39,6 +43,9 @@ from jaxpar.tools.toolkit_api import (
     trying,
 )
 from jaxpar.tools.toolkit_api import Trial as Ways
+
+if TYPE_CHECKING:
+    from jaxpar.tools.explain.resharded import Reshardings
 
 MOST_ORDERS = 120  # orders of a mesh's axes: all orders of five axes
 MODES: tuple[Mode, ...] = ("bidirectional", "unidirectional", "naive")
@@ -251,6 +258,8 @@ class Edits:
 
     @cached_property
     def _reshardings(self) -> Reshardings:
+        from jaxpar.tools.explain.resharded import Reshardings  # it takes all of the layouts
+
         return Reshardings(self.arguments, self.program.jaxpr, self.target.mesh)
 
     @cached_property

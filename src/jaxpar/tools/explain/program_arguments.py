@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.tools.program.sources import scopes_of
 from jaxpar.tools.timeline.timeline import CompiledProgram
 from jaxpar.tools.toolkit_api import is_array, subjaxprs, value_error, without_numbers
+
+
+@dataclass(frozen=True)
+class Resharded:
+    specs: dict[str, PartitionSpec]  # by name
+    text: str
+    axes: frozenset[str]  # over which the sharding changes
+    disagrees: str  # what the arguments now disagree with; may be empty
+
+    @property
+    def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Returns axes up to the last sharded dimension."""
+        from jaxpar.tools.toolkit_api import axes_by_dim  # of layouts
+
+        by_dim = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
+        return {
+            name: axes[: max((d for d, names in enumerate(axes, 1) if names), default=0)]
+            for name, axes in by_dim.items()
+        }
 
 
 class ProgramArguments:

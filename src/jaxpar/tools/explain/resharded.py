@@ -8,36 +8,23 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxpar.layout import ArrayLayout, Layout, LayoutMap
-from jaxpar.tools.explain.program_arguments import ProgramArguments, spec_of, spec_text
+from jaxpar.tools.explain.program_arguments import (
+    ProgramArguments,
+    Resharded,
+    spec_of,
+    spec_text,
+)
 from jaxpar.tools.layouts.dimensions import Dimensions
 from jaxpar.tools.layouts.rule_candidates import Data, Members, RuleCandidate, exchanges
 from jaxpar.tools.toolkit_api import PaddedDim, axes_by_dim, size_of, without_numbers
-
-
-@dataclass(frozen=True)
-class Resharded:
-    specs: dict[str, PartitionSpec]  # by name
-    text: str
-    axes: frozenset[str]  # over which the sharding changes
-    disagrees: str  # what the arguments now disagree with; may be empty
-
-    @property
-    def lies(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Returns axes up to the last sharded dimension."""
-        by_dim = {name: axes_by_dim(spec) for name, spec in self.specs.items()}
-        return {
-            name: axes[: max((d for d, names in enumerate(axes, 1) if names), default=0)]
-            for name, axes in by_dim.items()
-        }
 
 
 class Reshardings:

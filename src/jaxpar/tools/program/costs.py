@@ -5,15 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpar.tools.program.hlo import Instruction, integers
-from jaxpar.tools.program.kernels import Kernel
 from jaxpar.tools.program.traffic import moved_by
 
+if TYPE_CHECKING:
+    from jaxpar.tools.program.kernels import Kernel
+
 Shapes = tuple[tuple[int, ...], ...]
-Kernels = Mapping[tuple[Shapes, Shapes], Kernel]  # by shapes of operands and results
+Kernels = Mapping[tuple[Shapes, Shapes], "Kernel"]  # by shapes of operands and results
 
 _FREE = {
     *("add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element"),

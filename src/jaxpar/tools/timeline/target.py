@@ -17,7 +17,6 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.mesh import make_mesh
 from jaxpar.tools.timeline.cuda_plugin import described_gpus, find_plugin
 from jaxpar.tools.timeline.gpu_tables import GpuTables, measured_on, published, tables_of
 from jaxpar.tools.timeline.gpu_times import (
@@ -212,6 +211,8 @@ def target(
         )
     else:
         devices = _gpu_devices(name, chip, [int(size) for size in sizes])
+    from jaxpar.mesh import make_mesh  # a timeline of a mesh at hand makes none
+
     made = target_of(make_mesh(mesh, devices=devices, axis_types=axis_types), name, figures)
     if nccl and made.platform not in ("gpu", "cuda"):
         raise ValueError(f"target: {name!r} has no NCCL; leave nccl={nccl!r} out")

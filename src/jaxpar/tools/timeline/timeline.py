@@ -30,7 +30,6 @@ from jaxpar.tools.timeline.target import LONG, Target, figures_of, measured_of, 
 from jaxpar.tools.toolkit_api import (
     Chip,
     is_array,
-    jitted_with,
     local_path,
     naming,
     readable,
@@ -151,6 +150,8 @@ def compile_for(
     is_plain = not hasattr(fn, "trace")
     if is_plain:  # a jitted function knows its static arguments
         fn, args = of_arrays(fn, args)
+    from jaxpar.tools.toolkit_api import jitted_with  # a program at hand is not jitted
+
     jitted, options = jitted_with(fn, options)
     with compiled_with(options), _other_devices_refused():
         traced = traced_for(target.mesh, jitted, args)
