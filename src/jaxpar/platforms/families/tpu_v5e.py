@@ -8,7 +8,7 @@ from jaxpar.platforms.chips import Compiler, Fitted, Observed, Tpu
 from jaxpar.platforms.compilers import WHOLE_MATMULS
 
 V5E = Tpu(
-    kind="TPU v5 lite", names=("v5e",), flops=1.97e14, hbm=8.1e11, capacity=2**34, vmem=2**27,
+    kind="TPU v5 lite", names=("v5e",), flops=1.97e14, hbm=8.1e11, capacity=2.0**34, vmem=2.0**27,
     cores=1, clock=1.5e9, dimensions=2, closed=16, synchronous_around=16, link=4.5e10,
     network=3.125e9, host=1.6e10,
     # It gathers beside a matmul.

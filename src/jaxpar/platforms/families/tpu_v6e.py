@@ -8,7 +8,7 @@ from jaxpar.platforms.chips import Compiler, Fitted, Observed, Tpu
 from jaxpar.platforms.compilers import SPARSE_CORES, WHOLE_MATMULS
 
 V6E = Tpu(
-    kind="TPU v6 lite", names=("v6e",), flops=9.18e14, hbm=1.64e12, capacity=2**35, vmem=2**27,
+    kind="TPU v6 lite", names=("v6e",), flops=9.18e14, hbm=1.64e12, capacity=2.0**35, vmem=2.0**27,
     cores=1, clock=1.75e9, dimensions=2, closed=16, synchronous_around=None, link=9e10,
     network=1.25e10, host=3.2e10, compiler=Compiler((*SPARSE_CORES, WHOLE_MATMULS)),
     delays_transfers=True, cuts_first=True,

@@ -8,9 +8,9 @@ from jaxpar.platforms.chips import Compiler, Fitted, Observed, Tpu
 from jaxpar.platforms.compilers import COLLECTIVES, PERMUTES, WHOLE_MATMULS
 
 TPU7X = Tpu(
-    kind="TPU7x", names=("tpu7x",), flops=2.307e15, hbm=7.38e12, capacity=192 * 2**30, vmem=2**26,
-    cores=2, clock=2.2e9, dimensions=3, closed=None, synchronous_around=None, link=1e11,
-    network=1.25e10, host=3.2e10,
+    kind="TPU7x", names=("tpu7x",), flops=2.307e15, hbm=7.38e12, capacity=192 * 2.0**30,
+    vmem=2.0**26, cores=2, clock=2.2e9, dimensions=3, closed=None, synchronous_around=None,
+    link=1e11, network=1.25e10, host=3.2e10,
     # A SparseCore sends collectives without an option.
     compiler=Compiler((PERMUTES, WHOLE_MATMULS), frees=frozenset(COLLECTIVES)),
     delays_transfers=False, cuts_first=True,
