@@ -256,8 +256,9 @@ def test_chunks_that_are_named_warn_where_nothing_says_how_they_are_compiled(mod
         check_vma=False,
     )
     with jax.set_mesh(v6e.mesh):
-        with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit"):
+        with pytest.warns(UserWarning, match=r"jaxpar\.jit in place of jax\.jit") as caught:
             jax.jit(gathered).trace(X)
+        assert {warning.filename for warning in caught} == {__file__}  # the line of the call
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             jaxpar.jit(gathered).trace(X)

@@ -35,9 +35,9 @@ class Calibration:
     """The predictive distribution of each class, as weights of all errors.
 
     A class's distribution is its own errors and, as if these were `_ABOVE` more, that of the class
-    above it. A source with n errors of a class weighs as sqrt(n), at most as
-    sqrt(`_MOST`): its errors are alike. An interval is conformal: the unseen error is one more of
-    n, so on either side it leaves `_OUTSIDE` - 1/(n + 1) of those that were seen.
+    above it. A source with m errors of a class weighs as sqrt(m), at most as
+    sqrt(`_MOST`): its errors are alike. An interval is conformal: of n errors, each end leaves
+    `_OUTSIDE` - 1/(n + 1) outside. With weights, n is their effective number.
     """
 
     def __init__(self, errors: Sequence[Error]) -> None:

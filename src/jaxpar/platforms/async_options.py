@@ -80,7 +80,7 @@ def traced_options(names: Collection[str]) -> dict[str, Any]:
 
 def _warn() -> None:
     # Points at the user's line, behind all frames of the package.
-    package, frame, level = str(Path(__file__).parents[1]), currentframe(), 1
+    package, frame, level = f"{Path(__file__).parents[1]}{os.sep}", currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     warnings.warn(
